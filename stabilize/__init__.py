@@ -1,0 +1,1 @@
+"""Train deep encoder-decoder Transformers; what keeps them stable is a choice in YAML."""
