@@ -1,0 +1,46 @@
+"""Linear layers whose rows have roles, so that an initialisation can address them though one product makes all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stabilize.strategies import Initialization, Site
+from stabilize.strategies.initialization import Role
+
+
+class Projection(nn.Module):
+    """y = x W^T + b, the rows of W in groups of equal size, one a role.
+
+    Args:
+        site: where it stands.
+        roles: of the groups, in order.
+        inputs: size of x.
+        outputs: size of one group.
+        initialization: draws each group by its role.
+        biased: how many of the groups, from the first, have a bias; none: all.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        roles: Sequence[Role],
+        inputs: int,
+        outputs: int,
+        initialization: Initialization,
+        biased: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.roles = tuple(roles)
+        self.unbiased = 0 if biased is None else (len(roles) - biased) * outputs
+        self.weight = nn.Parameter(torch.empty(len(roles) * outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(len(roles) * outputs - self.unbiased))
+        for role, rows in zip(self.roles, self.weight.chunk(len(roles)), strict=True):
+            initialization.fill(rows.detach(), site, role)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = F.pad(self.bias, (0, self.unbiased)) if self.unbiased else self.bias
+        return F.linear(x, self.weight, bias)

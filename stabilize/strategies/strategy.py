@@ -1,0 +1,84 @@
+"""What every strategy is: a class whose YAML is its signature and whose docstring is its equation."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from abc import ABC
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from stabilize.strategies.site import Site
+    from stabilize.strategies.stabilizer import Stabilizer
+
+
+class Strategy(ABC):
+    """An answer on one axis.
+
+    Each argument of `__init__` is kept under its own name, so that the object can say how it was made (`spec`).
+    """
+
+    helps_depth: ClassVar[bool] = False
+    """True where the method is published as a cure for the vanishing gradient of deep post-norm stacks."""
+
+    def spec(self) -> dict[str, Any]:
+        """How to make this object again, in plain values: `{class_path, init_args}`. Checkpoints hold this."""
+        names = [name for name in inspect.signature(type(self)).parameters]
+        arguments = {name: getattr(self, name) for name in names}
+        return {
+            "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
+            "init_args": {name: a.spec() if isinstance(a, Strategy) else a for name, a in arguments.items()},
+        }
+
+    def constants(self, site: Site) -> dict[str, float]:
+        """The numbers that the method's formula gives at a site, by name; shown on the card."""
+        return {}
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        """Why this part cannot be combined with the others, one sentence each that names both."""
+        return []
+
+    def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
+        """What the literature warns about in this combination at this depth, one sentence each with its source."""
+        return []
+
+
+def from_spec(spec: dict[str, Any]) -> Any:
+    """The object that `spec` describes.
+
+    Raises:
+        ImportError, AttributeError: the class is not there (a plug-in that is not installed).
+        TypeError: it is not a strategy, or takes other arguments.
+    """
+    module, _, name = spec["class_path"].rpartition(".")
+    chosen = getattr(importlib.import_module(module), name)
+    if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
+        raise TypeError(f"{spec['class_path']} is not a strategy")
+    arguments = spec["init_args"].items()
+    nested = {name for name, value in arguments if isinstance(value, dict) and "class_path" in value}
+    return chosen(**{name: from_spec(value) if name in nested else value for name, value in arguments})
+
+
+class Part(Strategy, nn.Module):
+    """A strategy that is placed in the model: a template until `at(site)` makes a copy with parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def at(self, site: Site, **needs: Any) -> Self:
+        """A copy of this template, built for `site`."""
+        placed = copy.deepcopy(self)
+        placed.build(site, **needs)
+        return placed
+
+    def build(self, site: Site, **needs: Any) -> None:
+        """Make the parameters for `site`. `needs` depends on the axis; see its base class."""
+
+    def prepare(self, model: nn.Module, batch: Any) -> None:
+        """Once, before training: profile the model on a real batch."""
+
+    def after_update(self, update: int) -> None:
+        """Once after each update of the optimiser, `update` counted from 1."""
