@@ -41,9 +41,7 @@ class FeedForward(nn.Module):
         self.dropout = dropout
         self.slots = nn.ModuleDict(slots)
         groups = 2 if activation == "swiglu" else 1
-        self.input = Projection(
-            site, ("feed_forward_in",) * groups, site.width, site.hidden, stabilizer.initialization
-        )
+        self.input = Projection(site, ("feed_forward_in",) * groups, site.width, site.hidden, stabilizer.initialization)
         self.output = Projection(site, ("feed_forward_out",), site.hidden, site.width, stabilizer.initialization)
 
     def _slot(self, name: str, x: Tensor, real: Tensor) -> Tensor:

@@ -63,9 +63,7 @@ class Sizes:
 
     def site(self, stack: str, layer: int, role: str) -> Site:
         """A place in a model of this shape."""
-        return Site(
-            stack, layer, role, self.encoder_layers, self.decoder_layers, self.width, self.heads, self.hidden
-        )
+        return Site(stack, layer, role, self.encoder_layers, self.decoder_layers, self.width, self.heads, self.hidden)
 
 
 @dataclass(frozen=True)

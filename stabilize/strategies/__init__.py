@@ -1,6 +1,7 @@
 """The menu: what keeps a deep Transformer stable, one class a strategy, one file an axis."""
 
 from stabilize.strategies.attention import AttentionStabilizer, PlainAttention, QKNorm, RealFormer
+from stabilize.strategies.clipping import Clipping, GlobalNorm, NoClipping
 from stabilize.strategies.epsilon import Epsilon, FixedEpsilon, PrecisionEpsilon
 from stabilize.strategies.initialization import DeepNormInit, DepthGain, Initialization, Xavier
 from stabilize.strategies.norm import LayerNorm, Norm, RMSNorm
@@ -36,16 +37,19 @@ __all__ = [
     "B2T",
     "DLCL",
     "AttentionStabilizer",
+    "Clipping",
     "DeepNormInit",
     "DeepNormResidual",
     "DepthGain",
     "Epsilon",
     "FixedEpsilon",
+    "GlobalNorm",
     "HyperConnections",
     "Initialization",
     "InverseSqrt",
     "LayerNorm",
     "Linear",
+    "NoClipping",
     "NoNorm",
     "NoResidual",
     "NoWarmup",

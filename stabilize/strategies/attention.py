@@ -15,7 +15,7 @@ from stabilize.strategies.strategy import Part
 
 
 class AttentionStabilizer(Part):
-    """Base of all attention stabilisers: from queries, keys and values to their mixture, one copy an attention branch."""
+    """Base of all attention stabilisers: from queries, keys and values to their mixture, one copy a branch."""
 
     key_bias: ClassVar[bool] = False
     """True where the logits depend on a bias of the keys; the softmax of plain logits cancels it."""

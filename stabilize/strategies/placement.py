@@ -115,7 +115,7 @@ class PostNorm(Placement):
             return []
         return [
             f"{type(self).__name__} in a {site.stack} of {site.layers} layers: post-norm is unstable with ten or more "
-            "(Takase et al. 2022, arXiv:2206.00330); placement B2T or PreNorm, or configs/strategies/deepnorm.yaml, help"
+            "(Takase et al. 2022, arXiv:2206.00330); B2T, PreNorm or configs/strategies/deepnorm.yaml, helps"
         ]
 
 

@@ -113,8 +113,8 @@ class ScaledSum(Residual):
         if not left < 0.01:
             return []
         return [
-            f"ScaledSum in a {site.stack} of {site.layers} layers leaves {left:.1e} of the skip path: the gradient that "
-            "reaches the first layer shrinks alike (the scale comes from shallow convolutional models, arXiv:1705.03122)"
+            f"ScaledSum in a {site.stack} of {site.layers} layers leaves {left:.1e} of the skip path: the gradient of "
+            "the first layer shrinks alike (the scale comes from shallow convolutional models, arXiv:1705.03122)"
         ]
 
 
@@ -143,7 +143,7 @@ class DeepNormResidual(Residual):
 class NoResidual(Residual):
     """No skip at all: the branch takes the stream's place. Here to be measured, not to be used.
 
-        x ⊕ f = f
+    x ⊕ f = f
     """
 
     def write(self, stream: Tensor, branch: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class HyperConnections(Residual):
             self.read_scale, self.mix_scale, self.write_scale = (nn.Parameter(torch.tensor(0.01)) for _ in range(3))
 
     def start(self, x: Tensor) -> Tensor:
-        return x.expand(self.streams, *x.shape)
+        return x.expand(self.streams, *x.shape).contiguous()
 
     def read(self, stream: Tensor) -> Tensor:
         if not self.dynamic:
@@ -200,14 +200,15 @@ class HyperConnections(Residual):
 
     def write(self, stream: Tensor, branch: Tensor) -> Tensor:
         if not self.dynamic:
-            mixed = torch.einsum("nbld,nm->mbld", stream, self.mix_weight)
+            mixed = (self.mix_weight.t() @ stream.flatten(1)).view_as(stream)
             return mixed + self.write_weight[:, None, None, None] * branch
         normed = self._normed(stream)
         shift = torch.einsum("nbld,dm->nmbl", normed, self.mix_by_token)
         mix = self.mix_weight[:, :, None, None] + self.mix_scale * torch.tanh(shift)
         gain = torch.tanh(torch.einsum("nbld,d->nbl", normed, self.write_by_token))
         write = self.write_weight[:, None, None] + self.write_scale * gain
-        return torch.einsum("nbld,nmbl->mbld", stream, mix) + write[..., None] * branch
+        mixed = torch.einsum("nbld,nmbl->mbld", stream, mix) + write[..., None] * branch
+        return mixed.contiguous()  # one memory layout from layer to layer, or each would compile anew
 
     @staticmethod
     def _normed(stream: Tensor) -> Tensor:
@@ -234,8 +235,8 @@ class DLCL(Sum):
 
         x_(l+1) = sum_k w_k norm_k(y_k), y_0 the embedding, unnormed;  within a layer x ⊕ f = x + f
 
-    Also: w = 1/(l+1) at the start. With `normalize: sum`, for post-norm layers, x_(l+1) = norm(sum_k w_k y_k). Keeps the
-    output of every layer: memory and time grow with the square of depth.
+    Also: w = 1/(l+1) at the start. With `normalize: sum`, for post-norm layers, x_(l+1) = norm(sum_k w_k y_k). The
+    placement's norm at the end of the stack stays. Keeps the output of every layer: time grows with depth squared.
     Paper: Wang et al. 2019, arXiv:1906.01787
 
     Args:

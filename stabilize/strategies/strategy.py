@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stabilize.strategies.stabilizer import Stabilizer
 
 
-class Strategy(ABC):
+class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have the abstract methods
     """An answer on one axis.
 
     Each argument of `__init__` is kept under its own name, so that the object can say how it was made (`spec`).

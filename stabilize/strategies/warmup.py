@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def _counted(key: str, updates: int) -> int:
     if updates < 1:
-        raise UserError(f"model.stabilizer.warmup.{key} is {updates}; it counts updates, so 1 is the least that will do")
+        raise UserError(f"model.stabilizer.warmup.{key} is {updates}; it counts updates, so use 1 or more")
     return updates
 
 
@@ -101,7 +101,7 @@ class Linear(Warmup):
 class NoWarmup(Warmup):
     """The full learning rate from the first update on.
 
-        factor(t) = 1
+    factor(t) = 1
     """
 
     def factor(self, update: int) -> float:

@@ -1,0 +1,137 @@
+"""How much of the gradient reaches each layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from stabilize import stats
+from stabilize.callbacks.figures import publish, ratio_map
+from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.callbacks.layers import stream_of
+from stabilize.errors import UserError
+
+
+class GradientRatio(LayerMonitor):
+    """Log each layer's gradient norm over the last layer's: near one is healthy, 1e-6 is a layer that does not learn.
+
+    The gradients are those of the whole update: after unscaling, summed over ranks and accumulation, before clipping.
+
+    | key                                                | what                                                        |
+    |----------------------------------------------------|-------------------------------------------------------------|
+    | `gradient_norm/{stack}/layer_001` ...              | L2 norm of the gradients of the layer's parameters          |
+    | `gradient_norm/total`                              | the same over all parameters                                |
+    | `gradient_ratio/{stack}/layer_001` ...             | the layer's norm over the last layer's (all but the last)   |
+    | `gradient_ratio/{stack}/first_to_last`             | the headline: layer 001 once more                           |
+    | `activation_gradient_ratio/{stack}/layer_001` ...  | the same for the gradient of the loss by the layer's output |
+    | `activation_gradient_ratio/{stack}/first_to_last`  | the headline of that                                        |
+
+    A number that does not exist has no point: a frozen layer, all ratios of a stack whose last layer has gradient zero,
+    everything at an update whose `training_step` returned None. `gradient_norm/total` is logged even when infinite or
+    NaN. Above 24 layers a stack has at most 25 keys of a kind; the pictures show all layers.
+
+    The gradient by a layer's output is that of all tensors of its stream together. Squared norms are summed over the
+    window's micro-batches and over ranks before the ratio is taken, so that a window counts like one large batch.
+
+    Args:
+        every: updates between two records; 0 switches the callback off.
+        activations: measure the gradient by the layers' outputs too.
+        layers: stack name -> pattern over module names; none: the encoder and decoder of `TranslationTask`.
+        figures: draw `gradient_ratio_{stack}.png`, layer by update, and `activation_gradient_ratio_{stack}.png`.
+
+    Raises:
+        UserError: if `every` is negative, a pattern matches no module, or the strategy shards gradients.
+    """
+
+    def __init__(
+        self,
+        every: int = 50,
+        activations: bool = False,
+        layers: dict[str, str] | None = None,
+        figures: bool = True,
+    ) -> None:
+        super().__init__(every, layers, figures)
+        self.activations = activations
+        self._squares: dict[nn.Module, Tensor] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.every and isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
+            raise UserError(
+                f"GradientRatio: {type(trainer.strategy).__name__} shards gradients, whose norm would be that of one "
+                "shard; set every: 0, or use strategy: ddp"
+            )
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self.activations and self.is_due(trainer):
+            self.watch(self._watch_gradient)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.unwatch()  # only now: with reentrant checkpointing the forward that counts runs during backward
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        if not self.is_due(trainer):
+            return
+        squares, self._squares = self._squares, {}
+        if all(parameter.grad is None for parameter in pl_module.parameters()):
+            return  # `training_step` returned None
+        layers = [layer for stack in self.stacks.values() for layer in stack]
+        norms = stats.gradient_norms([*layers, pl_module]) / _scale(trainer, optimizer)
+        if self.activations:
+            missing = norms.new_full((), math.nan)
+            of_outputs = torch.stack([squares.get(layer, missing) for layer in layers])
+            norms = torch.cat([norms, trainer.strategy.reduce(of_outputs, reduce_op="sum").sqrt()])
+        norms = norms.cpu()  # the one transfer to the host
+
+        sizes = [len(stack) for stack in self.stacks.values()]
+        of_layers, total, of_outputs = norms.tensor_split([len(layers), len(layers) + 1])
+        metrics = {"gradient_norm/total": total.item()}
+        for stack, row in zip(self.stacks, of_layers.split(sizes), strict=True):
+            metrics |= self.name_layers("gradient_norm", stack, row.tolist())
+            metrics |= self._ratios(trainer, "gradient_ratio", stack, row)
+        if self.activations:
+            for stack, row in zip(self.stacks, of_outputs.split(sizes), strict=True):
+                metrics |= self._ratios(trainer, "activation_gradient_ratio", stack, row)
+        self.send(trainer, metrics)
+
+    def forget(self) -> None:
+        super().forget()
+        self._squares = {}
+
+    def draw(self, trainer: pl.Trainer) -> None:
+        for name, history in self.history.items():
+            kind, stack = name.split("/")
+            publish(trainer, f"{kind}_{stack}", ratio_map(history, f"{kind.replace('_', ' ')}, {stack}"))
+
+    def _ratios(self, trainer: pl.Trainer, name: str, stack: str, norms: Tensor) -> dict[str, float]:
+        row = stats.gradient_ratio(norms).tolist()
+        if not row:
+            return {}  # one layer has no other to be compared with
+        self.record(trainer, f"{name}/{stack}", row)
+        metrics = self.name_layers(name, stack, row)
+        if math.isfinite(row[0]):
+            metrics[f"{name}/{stack}/first_to_last"] = row[0]
+        return metrics
+
+    def _watch_gradient(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        for tensor in stream_of(output):
+            if tensor.requires_grad:  # in reentrant checkpointing only the second forward's do
+                tensor.register_hook(lambda gradient: self._add_square(layer, gradient))
+
+    def _add_square(self, layer: nn.Module, gradient: Tensor) -> None:
+        square = stats.squared_norm(gradient)
+        self._squares[layer] = self._squares[layer] + square if layer in self._squares else square
+
+
+def _scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
+    """Return by how much gradients are too large at this point: fused optimisers unscale inside their step."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return scaler.get_scale() if scaler is not None and unscales_itself else 1.0

@@ -1,0 +1,123 @@
+"""Subwords: a SentencePiece BPE model, one vocabulary for source and target."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+import sentencepiece
+
+from stabilize.errors import UserError
+
+PAD: Final = 0
+UNKNOWN: Final = 1
+BEGIN: Final = 2
+END: Final = 3
+
+# More lines than this change the merges little and cost minutes: then every k-th line is used.
+TRAINING_LINES: Final = 1_000_000
+
+
+class Tokenizer:
+    """Text to ids and back: `decode(encode(text)) == text` for text with single spaces and known characters.
+
+    Text is not normalised (SentencePiece's `identity`): the usual NFKC rules turn an ellipsis into three dots and a
+    superscript into a digit, so that a translation could never equal a reference that has them. Only repeated and
+    outer spaces are dropped.
+
+    Args:
+        model: a serialised SentencePiece model with pad 0, unknown 1, begin 2 and end 3.
+
+    Raises:
+        UserError: these bytes are no SentencePiece model, or its special tokens have other ids.
+    """
+
+    def __init__(self, model: bytes) -> None:
+        self._pieces = sentencepiece.SentencePieceProcessor()
+        try:
+            self._pieces.LoadFromSerializedProto(model)
+        except RuntimeError as error:
+            raise UserError("the tokenizer is not a SentencePiece model: give a .model file that it wrote") from error
+        specials = (self._pieces.pad_id(), self._pieces.unk_id(), self._pieces.bos_id(), self._pieces.eos_id())
+        if specials != (PAD, UNKNOWN, BEGIN, END):
+            raise UserError(f"the tokenizer has pad, unknown, begin, end at {specials}: train it with 0, 1, 2, 3")
+        self.model = model
+
+    @classmethod
+    def train(cls, lines: Sequence[str], *, vocabulary: int, byte_fallback: bool = False) -> Tokenizer:
+        """Learn BPE merges; the same lines give the same bytes.
+
+        Args:
+            lines: text of both languages.
+            vocabulary: number of pieces, special tokens included; a small corpus may give fewer.
+            byte_fallback: write characters that are rare in `lines` as UTF-8 bytes (256 pieces) instead of giving
+                every character its own piece and the unseen ones the unknown token.
+
+        Raises:
+            UserError: nothing to learn from, or the vocabulary cannot hold the characters.
+        """
+        step = -(-len(lines) // TRAINING_LINES) or 1
+        model = io.BytesIO()
+        try:
+            sentencepiece.SentencePieceTrainer.Train(
+                sentence_iterator=iter(lines[::step]),
+                model_writer=model,
+                model_type="bpe",
+                vocab_size=vocabulary,
+                hard_vocab_limit=False,
+                byte_fallback=byte_fallback,
+                character_coverage=0.9995 if byte_fallback else 1.0,
+                normalization_rule_name="identity",
+                pad_id=PAD,
+                unk_id=UNKNOWN,
+                bos_id=BEGIN,
+                eos_id=END,
+                num_threads=1,
+                minloglevel=2,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise UserError(
+                f"data.init_args.vocabulary: {vocabulary} pieces cannot be learnt from {len(lines)} lines"
+                f" (SentencePiece: {str(error).splitlines()[-1].strip()}): give non-blank text, a vocabulary that"
+                " holds all its characters, or byte_fallback: true where there are very many"
+            ) from error
+        return cls(model.getvalue())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a model file.
+
+        Raises:
+            UserError: the file cannot be read or is no model.
+        """
+        try:
+            return cls(Path(path).read_bytes())
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}: give the tokenizer.model of a run") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the model file."""
+        Path(path).write_bytes(self.model)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without begin and end."""
+        ids: list[int] = self._pieces.EncodeAsIds(text)
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; pad, begin and end are dropped, the unknown token reads ` ⁇ `."""
+        text: str = self._pieces.DecodeIds([int(i) for i in ids if i not in (PAD, BEGIN, END)])
+        return text
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of ids."""
+        return int(self._pieces.GetPieceSize())
+
+    @property
+    def hash(self) -> str:
+        """Short fingerprint of the model: equal hashes mean equal ids."""
+        return hashlib.sha256(self.model).hexdigest()[:16]

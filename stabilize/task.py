@@ -1,0 +1,359 @@
+"""Translation as a LightningModule: loss, optimiser, schedule, evaluation loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.loggers import WandbLogger
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from stabilize.data.batch import Batch
+from stabilize.data.tokenizer import Tokenizer
+from stabilize.decoding import BeamSearch
+from stabilize.errors import UserError
+from stabilize.evaluation import Evaluation, Translation
+from stabilize.loss import smoothed_cross_entropy
+from stabilize.metrics import CorpusBLEU
+from stabilize.model import EncoderDecoder, Sizes
+from stabilize.model.transformer import PAD
+from stabilize.strategies import Clipping, NoClipping, Part, Stabilizer
+
+LOSS_UNIT = 1024.0
+"""Losses are divided by this many tokens at once, so that gradients keep within a half-precision format's range until
+the tokens of the whole update are known."""
+
+
+class TranslationTask(LightningModule):
+    """Trains an encoder-decoder to translate, and evaluates it with beam search and sacreBLEU.
+
+    The same update for the same data, however it is cut: losses are summed, and the gradients of an update divided once
+    by its target tokens, over accumulated batches and ranks.
+
+    Args:
+        stabilizer: what keeps the stacks stable, on seven axes.
+        decoder_stabilizer: of the decoder alone, its warm-up included; none: the same.
+        label_smoothing: share of the target weight that is spread over the vocabulary.
+        optimizer: of the parameters; its learning rate is the one at the schedule's factor 1. Vectors, gains and
+            biases are left out of weight decay.
+        clipping: what bounds the gradient of an update.
+        search: for `test` and `predict`.
+        validation_search: for the checks during training.
+        samples: translations shown in the sample table.
+        compile_layers: run each layer through torch.compile, all layers sharing their graphs.
+        checkpoint_layers: keep only each layer's input for the backward pass, and compute the rest again.
+        sizes: the model's shape, see `stabilize.model.Sizes`.
+    """
+
+    def __init__(
+        self,
+        stabilizer: Stabilizer,
+        decoder_stabilizer: Stabilizer | None = None,
+        label_smoothing: float = 0.1,
+        optimizer: OptimizerCallable = lambda parameters: Adam(parameters, lr=1e-3, betas=(0.9, 0.98), eps=1e-9),
+        clipping: Clipping = NoClipping(),  # noqa: B008  a template, never changed
+        search: BeamSearch = BeamSearch(),  # noqa: B008
+        validation_search: BeamSearch = BeamSearch(beam=1),  # noqa: B008
+        samples: int = 5,
+        compile_layers: bool = False,
+        checkpoint_layers: bool = False,
+        **sizes: Any,
+    ) -> None:
+        super().__init__()
+        self.sizes = Sizes(**sizes)
+        self.stabilizer = stabilizer
+        self.decoder_stabilizer = decoder_stabilizer
+        self.label_smoothing = label_smoothing
+        self.optimizer = optimizer
+        self.clipping = clipping
+        self.search = search
+        self.validation_search = validation_search
+        self.samples = samples
+        self.compile_layers = compile_layers
+        self.checkpoint_layers = checkpoint_layers
+        self.tokenizer: Tokenizer | None = None
+        self.model: EncoderDecoder | None = None
+        self.evaluation = Evaluation()
+        self._tally = _Tally()
+        self._tokens_seen = 0
+
+    # ------------------------------------------------------------------ building
+
+    def configure_model(self) -> None:
+        """Build the model, now that vocabulary and precision are known."""
+        if self.model is not None:
+            return
+        if self.tokenizer is None:
+            self.tokenizer = self.trainer.datamodule.tokenizer
+        precision = str(self.trainer.precision) if self._trainer is not None else "32-true"
+        self.model = EncoderDecoder(
+            self.tokenizer.vocabulary, self.sizes, self.stabilizer, self.decoder_stabilizer, precision
+        )
+        for layer in self.model.layers:
+            layer.compiled, layer.checkpointed = self.compile_layers, self.checkpoint_layers
+
+    def configure_optimizers(self) -> Any:
+        groups, factors = self._parameter_groups()
+        optimizer = self.optimizer(groups)
+        if self.trainer.gradient_clip_val is not None and not isinstance(self.clipping, NoClipping):
+            raise UserError(
+                f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val} and model.clipping is "
+                f"{type(self.clipping).__name__}; use one of them"
+            )
+        schedule = LambdaLR(optimizer, [lambda done, factor=factor: factor(done + 1) for factor in factors])
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
+
+    def _parameter_groups(self) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Parameters by schedule and by whether weight decay is for them, and each group's schedule."""
+        spared = {id(p) for part in self.model.modules() if isinstance(part, Part) for p in part.parameters()}
+        decoder = self.decoder_stabilizer or self.stabilizer
+        own = {id(p) for p in self.model.decoder.parameters()} if self.decoder_stabilizer else set()
+        groups, factors = [], []
+        for stabilizer, here in ((self.stabilizer, lambda p: id(p) not in own), (decoder, lambda p: id(p) in own)):
+            parameters = [p for p in self.model.parameters() if p.requires_grad and here(p)]
+            plain = [p for p in parameters if p.ndim < 2 or id(p) in spared]
+            decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
+            factor = stabilizer.warmup.at(self.sizes.width).factor
+            for group in ({"params": decayed}, {"params": plain, "weight_decay": 0.0}):
+                if group["params"]:
+                    groups.append(group)
+                    factors.append(factor)
+        return groups, factors
+
+    # ------------------------------------------------------------------ training
+
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed loss, summed nll, and number of target tokens of a batch."""
+        labels = batch.target[:, 1:]
+        real = labels != PAD
+        hidden = self.model(batch.source, batch.target[:, :-1])
+        loss, nll = smoothed_cross_entropy(self.model.project(hidden[real]), labels[real], self.label_smoothing)
+        return loss, nll, real.sum()
+
+    def on_train_start(self) -> None:
+        self._tally.restart()
+        self._moved = [
+            part
+            for part in self.model.modules()
+            if isinstance(part, Part) and type(part).after_update is not Part.after_update
+        ]
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if batch_idx == 0 and self.trainer.global_step == 0:
+            for part in self.model.modules():
+                if isinstance(part, Part):
+                    part.prepare(self.model, batch)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss, nll, tokens = self.loss(batch)
+        self._tally.add(loss.detach(), nll, tokens)
+        # Lightning divides what is returned here by the number of accumulated batches.
+        return loss * (self.trainer.accumulate_grad_batches / LOSS_UNIT)
+
+    def on_after_backward(self) -> None:
+        """After the update's last batch, divide its gradients by its tokens; callbacks then see the true ones."""
+        if self.trainer.fit_loop._should_accumulate():
+            return
+        tokens = self._tally.close()
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(tokens)
+        # Where ranks share the work, DDP has averaged what was to be summed.
+        scale = (LOSS_UNIT * self.trainer.world_size / tokens.clamp(min=1)).float()
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
+            return
+        sums = self._tally.since_log.clone()
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        loss, nll, tokens = sums.tolist()
+        loss, nll = loss / max(tokens, 1), nll / max(tokens, 1)
+        self._tokens_seen += int(tokens)
+        self.log_dict({"train/loss": loss, "train/nll": nll}, prog_bar=True)
+        self.log_dict(
+            {
+                "train/perplexity": math.exp(min(nll, 700.0)),
+                "train/tokens": float(self._tokens_seen),
+                "train/tokens_per_second": tokens / self._tally.restart(),
+                "lr": optimizer.param_groups[0]["lr"],
+            }
+        )
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(self.clipping, NoClipping):
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        else:
+            self.clipping.clip(parameters)
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:
+            left = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            self.log("gradient_norm/total_clipped", left)
+
+    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
+        before = self.trainer.global_step
+        super().optimizer_step(*arguments, **named)
+        update = self.trainer.global_step
+        if update > before:
+            for part in self._moved:
+                part.after_update(update)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "val", self.validation_search)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate(batch, "test", self.search)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[str]:
+        """The translations of a batch, in its order; all of them are written to a file at the end."""
+        return self._translate(batch, self.search)
+
+    def _evaluate(self, batch: Batch, name: str, search: BeamSearch) -> None:
+        loss, nll, tokens = self.loss(batch)
+        per_token = {f"{name}/loss": loss / tokens, f"{name}/nll": nll / tokens}
+        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=int(tokens), sync_dist=True)
+        self._translate(batch, search)
+
+    def _translate(self, batch: Batch, search: BeamSearch) -> list[str]:
+        """Detokenised translations of a batch; a blank line stays blank."""
+        found = search(self.model, batch.source)
+        translations = [
+            self.tokenizer.decode(hypothesis.ids) if source.strip() else ""
+            for hypothesis, source in zip(found, batch.source_text, strict=True)
+        ]
+        self.evaluation.add(batch, translations, [hypothesis.truncated for hypothesis in found])
+        return translations
+
+    def on_validation_epoch_end(self) -> None:
+        scores, lines = self.evaluation.finish()
+        self.log_dict({f"val/{name}": score for name, score in scores.items()})
+        rows = [[*line[:3]] for line in lines[: self.samples]]
+        for logger in self.trainer.loggers:
+            if isinstance(logger, WandbLogger) and rows and self.trainer.is_global_zero:
+                columns = ["source", "reference", "translation"]
+                step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
+                logger.log_table("samples", columns=columns, data=rows, step=step)
+
+    def on_test_epoch_end(self) -> None:
+        scores, lines = self.evaluation.finish()
+        self._write("test", lines, scores)
+        for name, translations in self.trainer.datamodule.baseline_translations().items():
+            baseline = CorpusBLEU()
+            baseline.update(translations, [line.reference for line in lines[: len(translations)]])
+            scores[f"bleu_{name}"] = float(baseline.compute())
+        self.log_dict({f"test/{name}": score for name, score in scores.items()})
+
+    def on_predict_epoch_end(self) -> None:
+        _, lines = self.evaluation.finish()
+        self._write("predict", lines, {})
+
+    def _write(self, name: str, lines: list[Translation], scores: dict[str, float]) -> None:
+        if self.trainer.is_global_zero:
+            origin = {"search": vars(self.search), "checkpoint": str(self.trainer.ckpt_path or "")}
+            folder = Path(self.trainer.default_root_dir) / "translations"
+            self.evaluation.write(folder, name, lines, scores, update=self.trainer.global_step, **origin)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def spec(self) -> dict[str, Any]:
+        """All that is needed to build the model again, in plain values."""
+        return {
+            "stabilizer": self.stabilizer.spec(),
+            "decoder_stabilizer": self.decoder_stabilizer.spec() if self.decoder_stabilizer else None,
+            **dataclasses.asdict(self.sizes),
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["task"] = self.spec()
+        checkpoint["tokenizer"] = self.tokenizer.model
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse what is not this model's.
+
+        Raises:
+            UserError: another stabiliser, shape or tokenizer, each difference by name.
+        """
+        saved, here = _flat(checkpoint["task"]), _flat(self.spec())
+        unlike = [
+            f"model.{key} is {saved.get(key)} in the checkpoint and {here.get(key)} here"
+            for key in {**saved, **here}
+            if saved.get(key) != here.get(key)
+        ]
+        if unlike:
+            raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; give the one it was made with")
+        if checkpoint["tokenizer"] != self.tokenizer.model:
+            raise UserError(
+                f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "
+                f"({self.tokenizer.hash}): set data.given_tokenizer to the checkpoint's before setup"
+            )
+
+    @classmethod
+    def load_from_checkpoint(
+        cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
+    ) -> TranslationTask:
+        """The task of a checkpoint, in a fresh process, without its data; `arguments` as for the class."""
+        checkpoint = torch.load(checkpoint_path, map_location=map_location, weights_only=True)
+        saved = dict(checkpoint["task"])
+        for name in ("stabilizer", "decoder_stabilizer"):
+            saved[name] = Stabilizer.from_spec(saved[name]) if saved[name] else None
+        task = cls(**{**saved, **arguments})
+        task.tokenizer = Tokenizer(checkpoint["tokenizer"])
+        task.configure_model()
+        task.load_state_dict(checkpoint["state_dict"])
+        return task.eval()
+
+
+def _flat(spec: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"placement": {"class_path": "a.B", "init_args": {"x": 1}}}` as `{"placement": "B", "placement.x": 1}`."""
+    if not isinstance(spec, dict):
+        return {prefix: spec}
+    if "class_path" in spec:
+        chosen = {prefix: spec["class_path"].rpartition(".")[2]}
+        return chosen | {
+            k: v for name, value in spec["init_args"].items() for k, v in _flat(value, f"{prefix}.{name}").items()
+        }
+    return {k: v for name, value in spec.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}
+
+
+class _Tally:
+    """Sums of loss, nll and tokens `[3]`: over the batches of an update, and over the updates since the last log."""
+
+    def __init__(self) -> None:
+        self.window: Tensor | None = None
+        self.since_log: Tensor | None = None
+        self.clock = time.monotonic()
+
+    def add(self, loss: Tensor, nll: Tensor, tokens: Tensor) -> None:
+        """Take in a batch."""
+        sums = torch.stack([loss.double(), nll.double(), tokens.double()])
+        self.window = sums if self.window is None else self.window + sums
+
+    def close(self) -> Tensor:
+        """End the update; its number of tokens."""
+        window, self.window = self.window, None
+        self.since_log = window if self.since_log is None else self.since_log + window
+        return window[2].clone()
+
+    def restart(self) -> float:
+        """Forget all updates; seconds since the last time."""
+        self.since_log, before, self.clock = None, self.clock, time.monotonic()
+        return self.clock - before

@@ -1,0 +1,118 @@
+"""Reading files: what breaks lines, what is refused, and in which words (FIELD_REPORTS 5.1, 5.2, 5.5, 5.6, 5.8)."""
+
+from __future__ import annotations
+
+import gzip
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stabilize.data.files import read_lines, read_pairs
+from stabilize.errors import UserError
+
+SEPARATORS = "one\u2028still one\ntwo\u0085still two\nthree\x0cstill\x1cthree\x0b\nfour\rstill four\n"
+
+
+def test_only_newlines_end_lines(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(SEPARATORS.encode())
+    lines = read_lines(str(path))
+    assert lines == SEPARATORS.split("\n")[:-1]
+    assert len(lines) == int(subprocess.check_output(["wc", "-l", path]).split()[0])
+
+
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0\ufeff"))), st.booleans())
+def test_any_text_comes_back(tmp_path_factory: pytest.TempPathFactory, lines: list[str], zipped: bool) -> None:
+    path = tmp_path_factory.mktemp("any") / "text"
+    raw = "".join(line + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(raw) if zipped else raw)
+    assert read_lines(str(path)) == lines
+
+
+def test_windows_ends_marks_and_a_missing_last_newline(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("\ufeffone\r\ntwo\r\n\ufeffthree".encode())
+    assert read_lines(str(path)) == ["one", "two", "three"]
+    path.write_bytes(b"")
+    assert read_lines(str(path)) == []
+
+
+def test_gzip_is_told_by_content(tmp_path: Path) -> None:
+    for name, raw in {
+        "plain.gz": b"a\nb\nc\n",
+        "one.gz": gzip.compress(b"a\nb\nc\n"),
+        "several.gz": gzip.compress(b"a\nb") + gzip.compress(b"\nc\n"),
+        "no_suffix": gzip.compress(b"a\nb\nc\n"),
+    }.items():
+        (tmp_path / name).write_bytes(raw)
+        assert read_lines(str(tmp_path / name)) == ["a", "b", "c"], name
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (gzip.compress(b"a line\n" * 999)[:-12], "cut short"),
+        (gzip.compress(b"a line\n" * 999)[:-4] + b"\0\0\0\0", "damaged"),
+        (gzip.compress(b"a line\n")[:10] + b"\xff" * 20, "damaged"),
+        (b"fine\nfine\nbad \xff byte\n", "line 3: byte 0xff is not UTF-8"),
+        (b"fine\n" + "a lone surrogate \ud800\n".encode("utf-8", "surrogatepass"), "line 2: byte 0xed is not UTF-8"),
+        ("UTF-16\n".encode("utf-16"), "line 1: byte 0xff is not UTF-8"),
+        (b"fine\na \0 byte\n", "line 2: a NUL character"),
+    ],
+)
+def test_what_is_no_text_is_refused(tmp_path: Path, raw: bytes, words: str) -> None:
+    path = tmp_path / "train.de"
+    path.write_bytes(raw)
+    with pytest.raises(UserError) as error:
+        read_lines(str(path))
+    assert str(path) in str(error.value)
+    assert words in str(error.value)
+
+
+def test_no_file(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(UserError, match=str(path)):
+            read_lines(str(path))
+
+
+def write(folder: Path, **texts: str) -> None:
+    for name, text in texts.items():
+        (folder / name.replace("__", ".")).write_text(text, encoding="utf-8", newline="\n")
+
+
+def test_pairs_stay_pairs(tmp_path: Path) -> None:
+    write(tmp_path, a__en=SEPARATORS, a__de="eins\nzwei\ndrei\nvier")
+    pairs = read_pairs([str(tmp_path / "a.{lang}")], "en", "de")
+    assert pairs.source[2] == "three\x0cstill\x1cthree\x0b"
+    assert pairs.target == ["eins", "zwei", "drei", "vier"]
+
+
+@pytest.mark.parametrize("german", ["a\nb\nc\nd\n", "a\nb\n", "a\nc"])
+def test_files_of_different_length_are_refused_with_both_counts(tmp_path: Path, german: str) -> None:
+    write(tmp_path, a__en="a\nb\nc\n", a__de=german)
+    count = len(german.split())
+    with pytest.raises(UserError, match=rf"a\.en has 3 lines but .*a\.de has {count}"):
+        read_pairs([str(tmp_path / "a.{lang}")], "en", "de")
+
+
+def test_several_patterns_and_stars(tmp_path: Path) -> None:
+    write(tmp_path, p1__en="1", p1__de="eins", p2__en="2", p2__de="zwei", q__en="3", q__de="drei")
+    pairs = read_pairs([str(tmp_path / "q.{lang}"), str(tmp_path / "p*.{lang}")], "en", "de")
+    assert pairs.source == ["3", "1", "2"]
+    assert pairs.target == ["drei", "eins", "zwei"]
+
+
+def test_a_star_never_pairs_files_of_different_names(tmp_path: Path) -> None:
+    write(tmp_path, p1__en="1", p2__de="zwei")
+    with pytest.raises(UserError, match=r"p[12]\.(en|de): no file in the other language"):
+        read_pairs([str(tmp_path / "p*.{lang}")], "en", "de")
+    with pytest.raises(UserError, match="no such file"):
+        read_pairs([str(tmp_path / "r*.{lang}")], "en", "de")
+
+
+def test_a_pattern_needs_the_language(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'train\.gz' names no language: write \{lang\}"):
+        read_pairs(["train.gz"], "en", "de")

@@ -1,0 +1,129 @@
+"""Token batches: the budget, every row once, fair shares, and a place to go on from (FIELD_REPORTS 2.18, 5.7)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from stabilize.data.sampler import TokenBatches
+from stabilize.errors import UserError
+
+lengths = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=4, max_size=120)
+
+
+def sampler(pairs: list[tuple[int, int]], **options: object) -> TokenBatches:
+    source, target = np.array(pairs).T
+    return TokenBatches(source, target, **options)  # type: ignore[arg-type]
+
+
+def rows(batches: list[NDArray[np.int64]]) -> list[int]:
+    return [int(row) for batch in batches for row in batch]
+
+
+@given(lengths, st.integers(1, 100), st.booleans(), st.integers(1, 4), st.integers(0, 3))
+def test_every_row_once_within_the_budget_in_equal_shares(
+    pairs: list[tuple[int, int]], tokens: int, shuffle: bool, world_size: int, epoch: int
+) -> None:
+    everything = []
+    counts = set()
+    for rank in range(world_size):
+        share = sampler(pairs, tokens=tokens, shuffle=shuffle, rank=rank, world_size=world_size)
+        share.set_epoch(epoch)
+        batches = list(share)
+        counts |= {len(batches), len(share)}
+        everything += batches
+    assert len(counts) == 1
+    assert sorted(rows(everything)) == list(range(len(pairs)))
+    assert all(len(batch) for batch in everything)
+    over = [batch for batch in everything if len(batch) * max(max(pairs[row]) for row in batch) > tokens]
+    shared = [batch for batch in everything if len(batch) > 1]
+    # One batch may pass the budget with several rows: where all are single sentences and do not come out even.
+    assert all(len(batch) == 1 for batch in over) or (len(shared) == 1 and len(shared[0]) <= world_size)
+
+
+def test_two_ranks_share_101_sentences() -> None:
+    pairs = [(1 + k % 17, 1 + k % 13) for k in range(101)]
+    for seed in range(20):
+        orders = set()
+        for epoch in range(3):
+            shares = []
+            for rank in range(2):
+                share = sampler(pairs, tokens=64, seed=seed, rank=rank, world_size=2)
+                share.set_epoch(epoch)
+                shares.append(list(share))
+            assert len(shares[0]) == len(shares[1])
+            assert not set(rows(shares[0])) & set(rows(shares[1]))
+            assert sorted(rows(shares[0] + shares[1])) == list(range(101))
+            orders.add(tuple(rows(shares[0])))
+        assert len(orders) == 3
+
+
+def test_seed_and_epoch_decide_the_order() -> None:
+    pairs = [(1 + k % 7, 1 + k % 5) for k in range(200)]
+    again = [rows(list(sampler(pairs, tokens=50, seed=seed))) for seed in (0, 0, 1)]
+    assert again[0] == again[1] != again[2]
+    batches = sampler(pairs, tokens=50)
+    first = {tuple(sorted(batch)) for batch in batches}
+    batches.set_epoch(1)
+    second = {tuple(sorted(batch)) for batch in batches}
+    assert first != second, "an epoch has its own batches, not only its own order of the same ones"
+
+
+def test_evaluation_starts_with_the_longest_and_never_changes() -> None:
+    pairs = [(5, 1 + k % 30) for k in range(100)]
+    batches = sampler(pairs, tokens=60, shuffle=False)
+    order = [batch.tolist() for batch in batches]
+    assert max(pairs[row][1] for row in order[0]) == 30
+    batches.set_epoch(3)
+    assert [batch.tolist() for batch in batches] == order
+
+
+def test_a_sentence_over_the_budget_is_a_batch_of_one() -> None:
+    batches = list(sampler([(500, 3), (3, 500), (3, 3), (3, 3)], tokens=16))
+    assert sorted(sorted(batch.tolist()) for batch in batches) == [[0], [1], [2, 3]]
+
+
+def test_single_sentences_that_do_not_come_out_even() -> None:
+    shares = [list(sampler([(9, 9), (8, 8), (7, 7)], tokens=1, rank=rank, world_size=2)) for rank in range(2)]
+    assert sorted(sorted(batch.tolist()) for share in shares for batch in share) == [[0], [1, 2]]
+
+
+def test_the_limit_itself_fits() -> None:
+    assert [len(list(sampler([(8, 8)] * 4, tokens=tokens))) for tokens in (31, 32)] == [2, 1]
+
+
+def test_fewer_rows_than_processes() -> None:
+    with pytest.raises(UserError, match="3 sentence pairs for 4 processes"):
+        sampler([(1, 1)] * 3, tokens=9, world_size=4)
+
+
+def test_goes_on_where_it_was() -> None:
+    pairs = [(1 + k % 7, 1 + k % 5) for k in range(200)]
+    whole = sampler(pairs, tokens=50)
+    whole.set_epoch(2)
+    expected = [batch.tolist() for batch in whole]
+    resumed = sampler(pairs, tokens=50)
+    resumed.load_state_dict({"epoch": 2, "position": 5, "batches": len(whole)})
+    resumed.set_epoch(2)
+    assert [batch.tolist() for batch in resumed] == expected[5:]
+    resumed.set_epoch(3)
+    assert resumed.state_dict() == {"epoch": 3, "position": 0, "batches": len(whole)}
+
+
+def test_other_batches_start_the_epoch_again() -> None:
+    batches = sampler([(3, 3)] * 20, tokens=12)
+    with pytest.warns(UserWarning, match="epoch has 7 batches, this one 5"):
+        batches.load_state_dict({"epoch": 2, "position": 3, "batches": 7})
+    assert (batches.epoch, batches.position) == (2, 0)
+
+
+def test_little_padding() -> None:
+    random = np.random.default_rng(0)
+    target = random.poisson(14, 20_000) + 2
+    source = np.maximum(1, target + random.integers(-3, 4, len(target)))
+    batches = list(TokenBatches(source, target, tokens=4096))
+    padded = sum(len(batch) * target[batch].max() for batch in batches)
+    assert 1 - target.sum() / padded < 0.02

@@ -1,0 +1,95 @@
+"""The tokenizer: same bytes, same text, same special ids, and no noise (FIELD_REPORTS 5.5, 5.10)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
+
+import pytest
+import sentencepiece
+
+from stabilize.data import BEGIN, END, PAD, UNKNOWN, Tokenizer
+from stabilize.data.grammar import sentence
+from stabilize.errors import UserError
+
+LINES = [line for _ in range(1) for random in [Random(1)] for _ in range(400) for line in sentence(random)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(LINES, vocabulary=200)
+
+
+def test_text_comes_back(tokenizer: Tokenizer) -> None:
+    assert all(tokenizer.decode(tokenizer.encode(line)) == line for line in LINES)
+
+
+def test_text_is_not_normalised() -> None:
+    text = "Über 5 m² … „ﬁn“ ½ ™"
+    tokenizer = Tokenizer.train([text] * 3, vocabulary=60)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_ids(tokenizer: Tokenizer) -> None:
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    assert (pieces.pad_id(), pieces.unk_id(), pieces.bos_id(), pieces.eos_id()) == (PAD, UNKNOWN, BEGIN, END) == (0, 1, 2, 3)
+    assert not {PAD, BEGIN, END} & {i for line in LINES for i in tokenizer.encode(line)}
+    ids = tokenizer.encode(LINES[0])
+    assert tokenizer.decode([BEGIN, *ids, END, PAD, PAD]) == LINES[0]
+
+
+def test_blank_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("") == tokenizer.encode("  ") == []
+    assert tokenizer.decode([]) == ""
+
+
+def test_same_lines_same_bytes(tokenizer: Tokenizer) -> None:
+    code = (
+        "import sys; from stabilize.data import Tokenizer;"
+        "print(Tokenizer.train(sys.stdin.read().split('\\n'), vocabulary=200).hash)"
+    )
+    for hash_seed in ("1", "2"):
+        process = subprocess.run(
+            [sys.executable, "-c", code],
+            input="\n".join(LINES), text=True, capture_output=True, check=True, env={"PYTHONHASHSEED": hash_seed},
+        )  # fmt: skip
+        assert process.stdout.strip() == tokenizer.hash
+        assert process.stderr == "", "SentencePiece's log is not for the terminal"
+
+
+def test_saved_and_loaded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "tokenizer.model")
+    loaded = Tokenizer.load(tmp_path / "tokenizer.model")
+    assert loaded.hash == tokenizer.hash
+    assert loaded.encode(LINES[5]) == tokenizer.encode(LINES[5])
+
+
+def test_a_small_corpus_gives_a_small_vocabulary() -> None:
+    tokenizer = Tokenizer.train(["a b", "b a"], vocabulary=8000)
+    assert 4 < tokenizer.vocabulary < 20
+
+
+def test_byte_fallback_knows_every_character() -> None:
+    tokenizer = Tokenizer.train(LINES, vocabulary=400, byte_fallback=True)
+    assert tokenizer.decode(tokenizer.encode("Здравствуй 🙂")) == "Здравствуй 🙂"
+
+
+def test_unknown_characters_are_visible(tokenizer: Tokenizer) -> None:
+    assert UNKNOWN in tokenizer.encode("Я")
+    assert "⁇" in tokenizer.decode(tokenizer.encode("Я"))
+
+
+@pytest.mark.parametrize(("lines", "vocabulary"), [([], 100), (["", " "], 100), (LINES, 20)])
+def test_what_cannot_be_learnt(lines: list[str], vocabulary: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=rf"vocabulary: {vocabulary} .* {len(lines)} lines"):
+        Tokenizer.train(lines, vocabulary=vocabulary)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a SentencePiece model"):
+        Tokenizer(b"nothing of the kind")
+    with pytest.raises(UserError, match="absent"):
+        Tokenizer.load(tmp_path / "absent")

@@ -1,0 +1,154 @@
+"""Corpus scores against sacreBLEU on the whole text at once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+
+import pytest
+import sacrebleu
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stabilize.metrics import CorpusBLEU, CorpusChrF, CorpusScore, CorpusTER
+
+Make = Callable[[], CorpusScore]
+
+SACREBLEU = {
+    "bleu": (CorpusBLEU, sacrebleu.BLEU()),
+    "bleu, intl": (lambda: CorpusBLEU(tokenize="intl"), sacrebleu.BLEU(tokenize="intl")),
+    "bleu, zh": (lambda: CorpusBLEU(tokenize="zh"), sacrebleu.BLEU(tokenize="zh")),
+    "chrf": (CorpusChrF, sacrebleu.CHRF()),
+    "chrf++": (lambda: CorpusChrF(word_order=2), sacrebleu.CHRF(word_order=2)),
+    "ter": (CorpusTER, sacrebleu.TER()),
+}
+against_sacrebleu = pytest.mark.parametrize(("make", "peer"), SACREBLEU.values(), ids=SACREBLEU.keys())
+every_score = pytest.mark.parametrize("make", [make for make, _ in SACREBLEU.values()], ids=SACREBLEU.keys())
+
+AWKWARD = [
+    ("It cost 1,234.50 in 2019.", "It cost 1.234,50 in 2019."),
+    ('He said "no" - twice.', "He said 'no'\u2013twice."),
+    ("猫はマットの上に座った。", "猫がマットの上で寝た。"),
+    ("Zwei Männer (40\u00a0Jahre) gehen…", "Zwei Männer, 40\u00a0Jahre alt, gehen …"),
+    ("", "Ein Hund läuft durch den Schnee."),
+    ("Ein Hund läuft durch den Schnee.", ""),
+    ("", ""),
+    ("the the the the &quot;cat&quot;", "the &amp; cat sat on the mat"),
+    ("A line  with trailing space. ", "A line with trailing space."),
+    ("Zwei junge Männer stehen auf der Straße.", "Auf der Straße stehen zwei junge Männer."),
+]
+
+# Words from a small set, so that longer n-grams match as well, and anything at all.
+words = st.lists(st.sampled_from(["der", "Hund", "läuft", "1,5", "(a)", '"', "。", "."]), max_size=12).map(" ".join)
+pairs = st.lists(st.tuples(words | st.text(max_size=20), words | st.text(max_size=20)), min_size=1, max_size=12)
+
+
+def score_of(make: Make, *batches: list[tuple[str, str]]) -> float:
+    metric = make()
+    for batch in batches:
+        metric.update([h for h, _ in batch], [r for _, r in batch])
+    return metric.compute().item()
+
+
+def sacrebleu_of(peer: sacrebleu.BLEU, corpus: list[tuple[str, str]]) -> float:
+    return peer.corpus_score([h for h, _ in corpus], [[r for _, r in corpus]]).score
+
+
+@against_sacrebleu
+@settings(max_examples=40, deadline=None)
+@given(corpus=pairs)
+def test_equals_sacrebleu(make: Make, peer: sacrebleu.BLEU, corpus: list[tuple[str, str]]) -> None:
+    assert score_of(make, corpus) == sacrebleu_of(peer, corpus)
+
+
+@against_sacrebleu
+def test_equals_sacrebleu_on_awkward_lines(make: Make, peer: sacrebleu.BLEU) -> None:
+    assert score_of(make, AWKWARD) == sacrebleu_of(peer, AWKWARD)
+    for pair in AWKWARD:
+        assert score_of(make, [pair]) == sacrebleu_of(peer, [pair])
+
+
+@every_score
+@settings(max_examples=15, deadline=None)
+@given(corpus=pairs, seed=st.integers(0, 2**32), size=st.integers(1, 7))
+def test_neither_order_nor_batches_matter(make: Make, corpus: list[tuple[str, str]], seed: int, size: int) -> None:
+    shuffled = random.Random(seed).sample(corpus, len(corpus))
+    batches = [shuffled[i : i + size] for i in range(0, len(shuffled), size)]
+    assert score_of(make, *batches) == score_of(make, corpus)
+
+
+@every_score
+def test_ranks_add_up(make: Make) -> None:
+    """What a sum over ranks does to the states, with all good sentences on one rank and none on a third."""
+    good = [(reference, reference) for _, reference in AWKWARD[:4]]
+    ranks = [make() for _ in range(3)]
+    for rank, corpus in zip(ranks, (good, AWKWARD, []), strict=True):
+        rank.update([h for h, _ in corpus], [r for _, r in corpus])
+    together = ranks[0]
+    for name, reduction in together._reductions.items():
+        setattr(together, name, reduction(torch.stack([getattr(rank, name) for rank in ranks])))
+    assert together.compute().item() == score_of(make, good + AWKWARD)
+
+
+@against_sacrebleu
+def test_signature(make: Make, peer: sacrebleu.BLEU) -> None:
+    sacrebleu_of(peer, AWKWARD)
+    assert make().signature == str(peer.get_signature())
+    assert f"version:{sacrebleu.__version__}" in make().signature
+
+
+def test_the_signature_tells_tokenisers_apart() -> None:
+    assert CorpusBLEU().signature != CorpusBLEU(tokenize="intl").signature
+
+
+@pytest.mark.parametrize("make", [CorpusBLEU, CorpusChrF])
+def test_empty_hypotheses_score_nothing(make: Make) -> None:
+    assert score_of(make, [("", reference) for _, reference in AWKWARD]) == 0.0
+
+
+def test_an_echo_scores_100() -> None:
+    echo = [(reference, reference) for _, reference in AWKWARD if reference]
+    assert score_of(CorpusBLEU, echo) == pytest.approx(100.0)
+    assert score_of(CorpusChrF, echo) == pytest.approx(100.0)
+    assert score_of(CorpusTER, echo) == 0.0
+
+
+def test_references_in_the_wrong_orientation_are_refused() -> None:
+    """One list that holds all references, as sacreBLEU's own function takes them."""
+    with pytest.raises(ValueError, match="3 hypotheses but 1 references"):
+        CorpusBLEU().update(["a", "b", "c"], [["a", "b", "c"]])
+
+
+@every_score
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+def test_nothing_scores_0(make: Make) -> None:
+    assert score_of(make) == score_of(make, []) == 0.0
+
+
+@every_score
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2), (0, 1), (1, 0)])
+def test_differing_numbers_are_refused(make: Make, counts: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=f"{counts[0]} hypotheses but {counts[1]} references"):
+        make().update(["a"] * counts[0], ["a"] * counts[1])
+
+
+@every_score
+def test_an_epoch_leaves_nothing_behind(make: Make) -> None:
+    metric = make()
+    metric.update(["ein Hund"], ["eine Katze"])
+    metric.reset()
+    metric.update([h for h, _ in AWKWARD], [r for _, r in AWKWARD])
+    assert metric.compute().item() == score_of(make, AWKWARD)
+
+
+@every_score
+def test_survives_what_lightning_does_to_modules(make: Make) -> None:
+    """Counts beyond bfloat16's 256 stay exact when the task is cast; copies and pickles go to other processes."""
+    corpus = AWKWARD * 40
+    metric = make().to("cpu").to(torch.bfloat16).bfloat16()
+    metric.update([h for h, _ in corpus], [r for _, r in corpus])
+    for same in (metric, metric.to(torch.bfloat16), copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
+        assert same.compute().item() == score_of(make, corpus)

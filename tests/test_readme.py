@@ -1,0 +1,139 @@
+"""Every command in README.md is run: each ```bash block stands under a comment that says how.
+
+    <!-- test: run -->              as it stands
+    <!-- test: shorten -->          two updates and one batch of every evaluation in place of a whole training
+    <!-- test: parse -->            only read: `stabilize fit … --print_config`
+    <!-- test: by PATH -->          the file PATH has these very lines
+    <!-- test: by PATH::NAME -->    the test NAME in the file PATH covers it
+
+A block is one script, run in a folder that looks like the checkout and has its own runs/.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import checkout
+from tests.checkout import ROOT
+
+README = ROOT / "README.md"
+
+SHORT = "--trainer.max_steps=2 " + " ".join(f"--trainer.limit_{stage}_batches=1" for stage in ("val", "test", "predict"))
+
+# What `stabilize` means in a block: a function of the shell that adds flags to the verbs that run a trainer.
+COMMANDS = {
+    "run": "",
+    "shorten": f"""stabilize() {{
+        case $1 in fit | validate | test | predict) set -- "$@" {SHORT} ;; esac
+        command stabilize "$@"
+    }}""",
+    "parse": 'stabilize() { command stabilize "$@" --print_config > /dev/null; }',
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of shell commands: the line it starts at, what the comment above says, and the commands."""
+
+    line: int
+    mark: str
+    script: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}, {self.mark or 'unmarked'}"
+
+
+def blocks(text: str) -> list[Block]:
+    """The ```bash blocks of a page in Markdown."""
+    fenced = r"(?:^<!-- test: (?P<mark>[^\n]+?) -->\n+)?^```(?:bash|sh|shell|console)\n(?P<script>.*?)^```$"
+    return [
+        Block(text.count("\n", 0, found.start("script")), found["mark"] or "", found["script"])
+        for found in re.finditer(fenced, text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder like the checkout, beside the same shared/ folder, if there is one."""
+    if (ROOT.parent / "shared").is_dir():
+        (tmp_path / "shared").symlink_to(ROOT.parent / "shared")
+    copy = tmp_path / "checkout"
+    copy.mkdir()
+    for name in {Path(name).parts[0] for name in checkout.files()}:
+        (copy / name).symlink_to(ROOT / name)
+    return copy
+
+
+def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a block by bash; any command of it that fails ends it."""
+    path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
+    script = f"set -euo pipefail\n{COMMANDS[block.mark]}\n{block.script}"
+    return subprocess.run(
+        ["bash", "-c", script], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("block", blocks(README.read_text(encoding="utf-8")), ids=str)
+def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path) -> None:
+    if block.mark.startswith("by "):
+        path, _, test = block.mark.removeprefix("by ").partition("::")
+        source = (ROOT / path).read_text(encoding="utf-8")
+        if test:
+            assert f"def {test}(" in source
+        else:
+            assert set(block.script.splitlines()) <= {line.strip() for line in source.splitlines()}
+    else:
+        assert block.mark in COMMANDS, "a comment above the block has to say how it is tested; see tests/test_readme.py"
+        result = run(block, folder)
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+PAGE = """
+```bash
+first
+```
+
+<!-- test: shorten -->
+```bash
+stabilize fit -c "a b.yaml" \\
+    --seed_everything=1   # a comment
+stabilize strategies placement
+```
+
+```yaml
+not: a command
+```
+"""
+
+
+def test_blocks_are_found_with_their_marks() -> None:
+    first, second = blocks(PAGE)
+    assert (first.line, first.mark, first.script) == (2, "", "first\n")
+    assert (second.line, second.mark) == (7, "shorten")
+
+
+@pytest.mark.parametrize(
+    ("mark", "first", "second"),
+    [
+        ("run", ["fit", "-c", "a b.yaml", "--seed_everything=1"], ["strategies", "placement"]),
+        ("shorten", ["fit", "-c", "a b.yaml", "--seed_everything=1", *SHORT.split()], ["strategies", "placement"]),
+    ],
+)
+def test_only_a_trainers_verbs_are_shortened(mark: str, first: list[str], second: list[str], tmp_path: Path) -> None:
+    """A stand-in for the command writes down what it is given, one argument a line."""
+    (tmp_path / "stabilize").write_text('#!/bin/sh\nprintf "%s\\n" "$@" ""\n')
+    (tmp_path / "stabilize").chmod(0o755)
+    block = Block(7, mark, f'PATH="{tmp_path}:$PATH"\n{blocks(PAGE)[1].script}')
+    assert run(block, tmp_path).stdout.split("\n") == [*first, "", *second, "", ""]
+
+
+def test_a_block_fails_with_its_first_command_that_fails(tmp_path: Path) -> None:
+    assert run(Block(1, "run", "false\ntrue\n"), tmp_path).returncode == 1
+    assert run(Block(1, "run", "false | true\n"), tmp_path).returncode == 1
