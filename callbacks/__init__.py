@@ -2,5 +2,6 @@
 
 from stabilize.callbacks.gradient_ratio import GradientRatio
 from stabilize.callbacks.layer_similarity import LayerSimilarity
+from stabilize.callbacks.progress_lines import ProgressLines
 
-__all__ = ["GradientRatio", "LayerSimilarity"]
+__all__ = ["GradientRatio", "LayerSimilarity", "ProgressLines"]

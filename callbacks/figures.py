@@ -32,6 +32,7 @@ def similarity_map(history: History, title: str) -> Figure:
 def similarity_matrix(rows: list[list[float]], title: str) -> Figure:
     """Draw the similarity of every pair of layers."""
     figure = _similarity(np.array(rows), title)
+    figure.set_size_inches(5.2, 4.2)
     axes = figure.axes[0]
     axes.set(xlabel="layer", aspect="equal")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -123,7 +123,7 @@ class LayerMonitor(pl.Callback, ABC):
         return {f"{name}/{stack}/layer_{i + 1:03d}": row[i] for i in shown if math.isfinite(row[i])}
 
     def send(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-        """Give the numbers of this update to every logger (`log` is a name that Lightning puts its own method under)."""
+        """Give the numbers of this update to every logger (`log` would be overwritten by Lightning)."""
         self.latest.update(metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=_step(trainer))

@@ -7,7 +7,8 @@ never. It is the length of a source sentence, of a hypothesis, in the limit and 
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple, final
+from dataclasses import asdict, dataclass
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ class Hypothesis(NamedTuple):
     """Whether the search ended at the length limit before any hypothesis came to its end mark."""
 
 
-@final
+@dataclass(frozen=True, kw_only=True)
 class BeamSearch:
     """Search for the hypothesis with the greatest log p / length ** length_penalty (Wu et al. 2016, arXiv:1609.08144).
 
@@ -47,29 +48,19 @@ class BeamSearch:
         minimum_length: least length at which a hypothesis may end; 1 allows an empty one.
     """
 
-    def __init__(
-        self,
-        *,
-        beam: int = 5,
-        length_penalty: float = 1.0,
-        maximum_ratio: float = 2.0,
-        maximum_extra: int = 10,
-        minimum_length: int = 1,
-    ) -> None:
-        for name, value, least in (
-            ("beam", beam, 1),
-            ("length_penalty", length_penalty, 0),
-            ("maximum_ratio", maximum_ratio, 0),
-            ("maximum_extra", maximum_extra, 1),
-            ("minimum_length", minimum_length, 1),
-        ):
-            if not least <= value < math.inf:
-                raise UserError(f"{name} is {value}; it must be a finite number, and {least} is the least that will do")
-        self.beam = beam
-        self.length_penalty = length_penalty
-        self.maximum_ratio = maximum_ratio
-        self.maximum_extra = maximum_extra
-        self.minimum_length = minimum_length
+    beam: int = 5
+    length_penalty: float = 1.0
+    maximum_ratio: float = 2.0
+    maximum_extra: int = 10
+    minimum_length: int = 1
+
+    def __post_init__(self) -> None:
+        least = {"beam": 1, "length_penalty": 0, "maximum_ratio": 0, "maximum_extra": 1, "minimum_length": 1}
+        for name, value in asdict(self).items():
+            if not least[name] <= value < math.inf:
+                raise UserError(
+                    f"{name} is {value}; it must be a finite number, and {least[name]} is the least that will do"
+                )
 
     @torch.no_grad()
     def __call__(self, model: EncoderDecoder, source: Tensor) -> list[Hypothesis]:

@@ -268,7 +268,7 @@ class TranslationTask(LightningModule):
 
     def _write(self, name: str, lines: list[Translation], scores: dict[str, float]) -> None:
         if self.trainer.is_global_zero:
-            origin = {"search": vars(self.search), "checkpoint": str(self.trainer.ckpt_path or "")}
+            origin = {"search": dataclasses.asdict(self.search), "checkpoint": str(self.trainer.ckpt_path or "")}
             folder = Path(self.trainer.default_root_dir) / "translations"
             self.evaluation.write(folder, name, lines, scores, update=self.trainer.global_step, **origin)
 

@@ -119,7 +119,7 @@ def sentence(random: Random) -> tuple[str, str]:
     """Draw an English sentence and its German translation."""
     english, german = random.choices(
         [_plain, _fronted, _with_relative, _with_that, _with_conjunction, _after_conjunction, _coordinated],
-        weights=[30, 15, 15, 12, 12, 10, 6],
+        weights=[34, 20, 12, 14, 9, 8, 3],
     )[0](random)
     return _finish(english), _finish(german)
 
@@ -232,7 +232,7 @@ def _sleep(random: Random, plural: bool) -> Pattern:
 
 
 def _be(random: Random, plural: bool) -> Pattern:
-    english, german, _ = random.choice(lexicon.ADJECTIVES)
+    english, german, _ = random.choice(lexicon.PERSON_ADJECTIVES)
     finite = "sind" if plural else "ist"
     return Predicate("are" if plural else "is", finite, "", finite), english, "", german
 
@@ -300,8 +300,10 @@ def _prepositional(random: Random, preposition: Sequence[str], nouns: Sequence[N
 
 def _noun_phrase(random: Random, noun: Noun) -> NounPhrase:
     plural = random.random() < 0.25
-    determiner = random.choice(["the", "the", "my", "this"] + (["", "two"] if plural else ["a", "a", "no"]))
-    adjective = random.choice(lexicon.ADJECTIVES) if random.random() < 0.4 else None
+    determiner = random.choice(["the", "the", "my", "this"] + (["", "two"] if plural else ["a", "a", "every"]))
+    living = noun in lexicon.PEOPLE or noun in lexicon.ANIMALS
+    adjectives = lexicon.PERSON_ADJECTIVES if living else lexicon.THING_ADJECTIVES
+    adjective = random.choice(adjectives) if random.random() < 0.35 else None
     return noun_phrase(noun, determiner, adjective, plural=plural)
 
 
@@ -310,8 +312,8 @@ def noun_phrase(noun: Noun, determiner: str, adjective: Sequence[str] | None, *,
 
     Args:
         noun: the noun.
-        determiner: English: the, this, a, no, my, two, or nothing; the last two with the plural only.
-        adjective: a row of `lexicon.ADJECTIVES`.
+        determiner: English: the, this, my, a, every (singular), two, or nothing (plural).
+        adjective: a row of the lexicon's adjectives.
         plural: number.
     """
     name = noun.english_plural if plural else noun.english
@@ -331,10 +333,10 @@ def _decline(noun: Noun, determiner: str, adjective: Sequence[str] | None, colum
     match determiner:
         case "the":
             kind, first = "definite", ARTICLE[case][column]
-        case "this":
-            kind, first = "definite", "dies" + DIES_ENDING[ARTICLE[case][column]]
-        case "a" | "no" | "my":
-            kind, first = "ein", {"a": "ein", "no": "kein", "my": "mein"}[determiner] + EIN_ENDING[case][column]
+        case "this" | "every":
+            kind, first = "definite", {"this": "dies", "every": "jed"}[determiner] + DIES_ENDING[ARTICLE[case][column]]
+        case "a" | "my":
+            kind, first = "ein", {"a": "ein", "my": "mein"}[determiner] + EIN_ENDING[case][column]
         case _:
             kind, first = "plural", {"two": "zwei", "": ""}[determiner]
     name = noun.german_plural if column == "p" else noun.german

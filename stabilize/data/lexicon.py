@@ -54,10 +54,8 @@ girl       girls       Mädchen   Mädchen      n
 teacher    teachers    Lehrer    Lehrer       m
 doctor     doctors     Arzt      Ärzte        m
 king       kings       König     Könige       m
-queen      queens      Königin   Königinnen   f
 neighbour  neighbours  Nachbar   Nachbarn     m  n
 aunt       aunts       Tante     Tanten       f
-guest      guests      Gast      Gäste        m
 """)
 
 ANIMALS: Final = _nouns("""
@@ -70,12 +68,11 @@ bird       birds       Vogel     Vögel        m
 THINGS: Final = _nouns("""
 book       books       Buch      Bücher       n
 letter     letters     Brief     Briefe       m
+picture    pictures    Bild      Bilder       n
 apple      apples      Apfel     Äpfel        m
 key        keys        Schlüssel Schlüssel    m
 cup        cups        Tasse     Tassen       f
 flower     flowers     Blume     Blumen       f
-bottle     bottles     Flasche   Flaschen     f
-knife      knives      Messer    Messer       n
 hat        hats        Hut       Hüte         m
 """)
 
@@ -87,7 +84,6 @@ window     windows     Fenster   Fenster      n
 lamp       lamps       Lampe     Lampen       f
 bag        bags        Tasche    Taschen      f
 bench      benches     Bank      Bänke        f
-picture    pictures    Bild      Bilder       n
 """)
 
 PLACES: Final = _nouns("""
@@ -100,7 +96,6 @@ city       cities      Stadt     Städte       f
 church     churches    Kirche    Kirchen      f
 room       rooms       Zimmer    Zimmer       n
 park       parks       Park      Parks        m
-village    villages    Dorf      Dörfer       n
 """)
 
 # First parts of compounds with the linking form that they take: kitchen table, Küchentisch.
@@ -113,23 +108,28 @@ MODIFIERS: Final = [
     ("wood", "Holz"),
 ]
 
-# English, German in the predicate, German stem before an ending.
-ADJECTIVES: Final = _rows("""
+# Of persons and animals: English, German in the predicate, German stem before an ending.
+PERSON_ADJECTIVES: Final = _rows("""
 old        alt        alt
 young      jung       jung
 small      klein      klein
 big        groß       groß
-new        neu        neu
 good       gut        gut
-beautiful  schön      schön
-red        rot        rot
-black      schwarz    schwarz
-white      weiß       weiß
-heavy      schwer     schwer
-dark       dunkel     dunkl
 tired      müde       müd
 rich       reich      reich
 strange    seltsam    seltsam
+""")
+
+# Of things and places.
+THING_ADJECTIVES: Final = _rows("""
+old        alt        alt
+new        neu        neu
+small      klein      klein
+big        groß       groß
+beautiful  schön      schön
+red        rot        rot
+white      weiß       weiß
+dark       dunkel     dunkl
 """)
 
 # Verbs with an accusative object that is a person or an animal, ...

@@ -29,6 +29,7 @@ class BatchLoader:
 
     def __init__(self, pairs: TokenizedPairs, sampler: TokenBatches, *, workers: int = 0) -> None:
         self.sampler = sampler
+        self.batch_sampler = None  # Lightning looks whether there is one
         self._resumed = False
         self._loader = DataLoader(
             pairs,

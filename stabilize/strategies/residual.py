@@ -162,7 +162,7 @@ class HyperConnections(Residual):
         h = a . H;  H <- R^T H + b f(h), H the n streams; each starts as x, the end is their sum
 
     Also: a = e_(position mod n), R = I and b = 1 at the start, which equals the plain sum. Dynamic weights add, per
-    token, a += s tanh(norm(H) W_a), R += s tanh(norm(H) W_R), b += s tanh(norm(H) W_b), all W zero and s 0.01 at first.
+    token, a += s tanh(norm(H) W_a), R += s tanh(norm(H) W_R), b += t tanh(norm(H) W_b); W zero, s and t 0.01 at first.
     Paper: Zhu et al. 2024, arXiv:2409.19606
 
     Args:
@@ -186,7 +186,7 @@ class HyperConnections(Residual):
             self.read_by_token = nn.Parameter(torch.zeros(site.width))
             self.mix_by_token = nn.Parameter(torch.zeros(site.width, n))
             self.write_by_token = nn.Parameter(torch.zeros(site.width))
-            self.read_scale, self.mix_scale, self.write_scale = (nn.Parameter(torch.tensor(0.01)) for _ in range(3))
+            self.mix_scale, self.write_scale = (nn.Parameter(torch.tensor(0.01)) for _ in range(2))
 
     def start(self, x: Tensor) -> Tensor:
         return x.expand(self.streams, *x.shape).contiguous()
@@ -195,7 +195,7 @@ class HyperConnections(Residual):
         if not self.dynamic:
             return torch.einsum("nbld,n->bld", stream, self.read_weight)
         shift = torch.einsum("nbld,d->nbl", self._normed(stream), self.read_by_token)
-        weight = self.read_weight[:, None, None] + self.read_scale * torch.tanh(shift)
+        weight = self.read_weight[:, None, None] + self.mix_scale * torch.tanh(shift)
         return torch.einsum("nbld,nbl->bld", stream, weight)
 
     def write(self, stream: Tensor, branch: Tensor) -> Tensor:
@@ -235,8 +235,9 @@ class DLCL(Sum):
 
         x_(l+1) = sum_k w_k norm_k(y_k), y_0 the embedding, unnormed;  within a layer x ⊕ f = x + f
 
-    Also: w = 1/(l+1) at the start. With `normalize: sum`, for post-norm layers, x_(l+1) = norm(sum_k w_k y_k). The
-    placement's norm at the end of the stack stays. Keeps the output of every layer: time grows with depth squared.
+    Also: w = 1/(l+1) at the start. With `normalize: sum`, for post-norm layers, x_(l+1) = norm(sum_k w_k y_k), but
+    x_1 = w_0 y_0. The placement's norm at the end of the stack stays. Keeps the output of every layer: time grows with
+    depth squared.
     Paper: Wang et al. 2019, arXiv:1906.01787
 
     Args:
@@ -249,7 +250,7 @@ class DLCL(Sum):
 
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         self.weight = nn.Parameter(torch.full((site.layer,), 1 / site.layer))
-        if self.normalize == "sum" or site.role == "layer":
+        if site.layer > 1 if self.normalize == "sum" else site.role == "layer":
             self.norm = norm(site)
 
     def start(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -261,4 +262,4 @@ class DLCL(Sum):
 
     def end(self, history: tuple[Tensor, ...]) -> Tensor:
         combined = torch.einsum("kbld,k->bld", torch.stack(history), self.weight)
-        return self.norm(combined) if self.normalize == "sum" else combined
+        return self.norm(combined) if self.normalize == "sum" and len(history) > 1 else combined

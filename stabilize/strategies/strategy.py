@@ -26,7 +26,7 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
 
     def spec(self) -> dict[str, Any]:
         """How to make this object again, in plain values: `{class_path, init_args}`. Checkpoints hold this."""
-        names = [name for name in inspect.signature(type(self)).parameters]
+        names = list(inspect.signature(type(self)).parameters)
         arguments = {name: getattr(self, name) for name in names}
         return {
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",

@@ -1,0 +1,7 @@
+"""`python -m stabilize`."""
+
+import sys
+
+from stabilize.cli import main
+
+sys.exit(main())

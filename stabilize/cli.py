@@ -1,0 +1,67 @@
+"""The command `stabilize`. Heavy modules are imported by the verb that needs them, so that help answers at once."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+from stabilize.errors import UserError
+
+VERBS = {
+    "fit": "train, and where asked test the result",
+    "validate": "score a checkpoint on the validation text",
+    "test": "translate the test text with a checkpoint and score it",
+    "predict": "translate the test text with a checkpoint",
+    "explain": "print what a config's stabiliser is and does, without training",
+    "strategies": "list the strategies of each axis",
+}
+
+HELP = """usage: stabilize VERB [options]
+
+Train deep encoder-decoder Transformers; what keeps them stable is a choice in YAML.
+
+verbs:
+{verbs}
+
+stabilize VERB --help tells a verb's options; --debug after any verb shows the traceback of an error.
+first run: stabilize fit -c configs/quickstart.yaml"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit code is 0, 2 for what the user can mend, 1 for the rest, 130 after Ctrl-C."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        if debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if debug:
+            raise
+        print(f"error: {type(error).__name__}: {error}\n(--debug shows the traceback)", file=sys.stderr)
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP.format(verbs="\n".join(f"  {verb:<12}{what}" for verb, what in VERBS.items())))
+        return 0
+    verb = words[0]
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
+        raise UserError(f"stabilize has no verb {verb}; {hint}")
+    if verb == "strategies":
+        from stabilize.commands.menu import show
+
+        return show(words[1:])
+    from stabilize.commands.training import run
+
+    return run(words)

@@ -1,0 +1,1 @@
+"""What the verbs of `stabilize` do; imported by `stabilize.cli` alone."""

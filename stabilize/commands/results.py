@@ -1,0 +1,49 @@
+"""The table at the end of a run: what came out, and where to look."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import lightning.pytorch as lightning
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from stabilize.callbacks.layer_monitor import LayerMonitor
+
+SHOWN = ("train/", "val/", "test/")
+
+
+def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> RenderableType:
+    """Scores and diagnostics of a run, samples of its translations, and the files it left."""
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    for key, value in sorted(metrics.items()):
+        if key.startswith(SHOWN):
+            table.add_row(key, f"{float(value):,.4g}")
+    for callback in trainer.callbacks:
+        if isinstance(callback, LayerMonitor):
+            for key, value in sorted(callback.summary().items()):
+                table.add_row(key, f"{value:.3g}")
+    parts: list[RenderableType] = [table]
+    signature = getattr(trainer.lightning_module, "evaluation", None)
+    if signature is not None:
+        parts.append(Text(f"BLEU {signature.signatures['bleu']}", style="dim"))
+    folder = Path(trainer.default_root_dir)
+    what = {
+        "config.yaml": "the resolved config",
+        "metrics.csv": "every metric by update",
+        "figures": "heat maps by layer and update, similarity matrices",
+        "translations": "test translations, line for line, and their provenance",
+        "checkpoints": "weights",
+        "wandb": "Weights & Biases; offline: wandb sync, or wandb beta leet in the terminal",
+    }
+    files = Table(show_header=False, box=None, padding=(0, 2))
+    for name, about in what.items():
+        if (folder / name).exists():
+            files.add_row(str(folder / name), about)
+    return Panel(Group(*parts, Text(""), files), title=f"run {folder.name}", title_align="left")

@@ -1,0 +1,108 @@
+"""The stabilisers under test, and small models that carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stabilize.model import EncoderDecoder, Sizes
+from stabilize.model.attention import Attention
+from stabilize.strategies import (
+    B2T,
+    DLCL,
+    DeepNormInit,
+    DeepNormResidual,
+    HyperConnections,
+    NoNorm,
+    NoResidual,
+    PostNorm,
+    PreNorm,
+    QKNorm,
+    RealFormer,
+    ResiDual,
+    RMSNorm,
+    ScaledSum,
+    Stabilizer,
+)
+
+DEEP_NORM = Stabilizer(PostNorm(), DeepNormResidual(), initialization=DeepNormInit())
+
+STABILIZERS: dict[str, tuple[Stabilizer, Stabilizer]] = {
+    name: (stabilizer, stabilizer)
+    for name, stabilizer in {
+        "pre_norm": Stabilizer(PreNorm()),
+        "post_norm": Stabilizer(PostNorm()),
+        "b2t": Stabilizer(B2T()),
+        "residual": Stabilizer(ResiDual()),
+        "no_norm": Stabilizer(NoNorm()),
+        "scaled_sum": Stabilizer(PreNorm(), ScaledSum("rsqrt2")),
+        "deep_norm": DEEP_NORM,
+        "hyper_connections": Stabilizer(PreNorm(), HyperConnections()),
+        "dynamic_hyper_connections": Stabilizer(PreNorm(), HyperConnections(dynamic=True)),
+        "dlcl": Stabilizer(PreNorm(), DLCL("each")),
+        "dlcl_post": Stabilizer(PostNorm(), DLCL("sum")),
+        "no_residual": Stabilizer(PreNorm(), NoResidual()),
+        "rms_norm": Stabilizer(PreNorm(), norm=RMSNorm()),
+        "qk_norm": Stabilizer(PreNorm(), attention=QKNorm("head")),
+        "qk_norm_projection": Stabilizer(PreNorm(), attention=QKNorm("projection")),
+        "realformer": Stabilizer(PostNorm(), attention=RealFormer()),
+        "realformer_mean": Stabilizer(PostNorm(), attention=RealFormer(running_mean=True)),
+    }.items()
+}
+STABILIZERS["b2t_then_realformer"] = Stabilizer(B2T()), Stabilizer(PreNorm(), attention=RealFormer())
+STABILIZERS["hyper_connections_then_dlcl"] = Stabilizer(PreNorm(), HyperConnections(2)), Stabilizer(PostNorm(), DLCL())
+"""The encoder's and the decoder's stabiliser, by name."""
+
+every_stabilizer = pytest.mark.parametrize("name", STABILIZERS)
+
+VOCABULARY = 20
+PAD, END = 0, 3
+SOURCE = torch.tensor([[5, 6, 7, 3], [8, 9, 3, 0]])
+TARGET = torch.tensor([[2, 5, 6, 7, 8], [2, 9, 4, 0, 0]])
+"""Two sentences, the second shorter; `TARGET` as the decoder reads it."""
+
+
+def model_of(name: str, encoder_layers: int = 2, decoder_layers: int = 3, **others: Any) -> EncoderDecoder:
+    """A small model with the stabilisers called `name`, by default in evaluation and without dropout."""
+    precision = others.pop("precision", "32-true")
+    shape = {"width": 16, "heads": 2, "hidden": 32, "dropout": 0.0} | others
+    sizes = Sizes(encoder_layers, decoder_layers, **shape)
+    return EncoderDecoder(VOCABULARY, sizes, *STABILIZERS[name], precision=precision).eval()
+
+
+def disturb(module: nn.Module, deviation: float = 0.1) -> None:
+    """Move every parameter away from where it starts, so that no gain is one and no bias zero."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=deviation)
+
+
+def sentences(rows: int, length: int) -> Tensor:
+    """Random tokens without padding `[rows, length]`."""
+    return torch.randint(END + 1, VOCABULARY, (rows, length))
+
+
+def gradients(loss: Tensor, module: nn.Module) -> dict[str, Tensor]:
+    """Of all parameters that the loss depends on, by name."""
+    named = dict(module.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+
+
+def assert_equal(found: Tensor, expected: Tensor, tolerance: float = 1e-6) -> None:
+    """Equal to `tolerance`, relative to the largest entry where that is above one."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, expected.abs().max().item()))
+
+
+def query_key_value(attention: Attention) -> Sequence[tuple[Tensor, Tensor]]:
+    """Weight and bias of each of the three projections; the bias is zero where the module has none."""
+    parts = (attention.query, attention.value_key) if attention.crosses else (attention.query_value_key,)
+    weight, bias = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight", "bias"))
+    bias = F.pad(bias, (0, len(weight) - len(bias)))
+    query, value, key = zip(weight.chunk(3), bias.chunk(3), strict=True)
+    return query, key, value

@@ -1,0 +1,132 @@
+"""Which answers go together, what is said aloud, and how a stabiliser is written down."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from stabilize.errors import UserError
+from stabilize.model import Sizes
+from stabilize.strategies import (
+    B2T,
+    DLCL,
+    HyperConnections,
+    NoNorm,
+    NoWarmup,
+    Placement,
+    PostNorm,
+    PreNorm,
+    PrecisionEpsilon,
+    QKNorm,
+    ResiDual,
+    RMSNorm,
+    ScaledSum,
+    Stabilizer,
+)
+from tests.models import DEEP_NORM, STABILIZERS, every_stabilizer
+
+
+def warnings(stabilizer: Stabilizer, depth: int = 12) -> list[str]:
+    sizes = Sizes(depth, depth)
+    return [
+        warning
+        for stack in ("encoder", "decoder")
+        for warning in stabilizer.warnings(sizes.site(stack, 1, "layer"), "32-true")
+    ]
+
+
+@pytest.mark.parametrize("placement", [PostNorm(), B2T(), ResiDual()], ids=lambda placement: type(placement).__name__)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_several_streams_under_a_norm_of_the_stream_are_refused(placement: Placement, dynamic: bool) -> None:
+    with pytest.raises(UserError) as caught:
+        Stabilizer(placement, HyperConnections(dynamic=dynamic))
+    message = str(caught.value)
+    assert "HyperConnections" in message
+    assert type(placement).__name__ in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("placement", [PreNorm(), NoNorm()])
+def test_several_streams_go_with_norms_inside_the_branch(placement: Placement) -> None:
+    Stabilizer(placement, HyperConnections())
+
+
+def test_no_stream_at_all_is_refused() -> None:
+    with pytest.raises(UserError, match=r"residual\.streams is 0"):
+        HyperConnections(0)
+
+
+def test_deep_post_norm_without_help_is_warned_about_in_each_stack() -> None:
+    found = warnings(Stabilizer(PostNorm()))
+    assert len(found) == 2
+    for stack, warning in zip(("encoder", "decoder"), found, strict=True):
+        assert "PostNorm" in warning
+        assert f"{stack} of 12 layers" in warning
+        assert "arXiv:" in warning
+
+
+@pytest.mark.parametrize("stabilizer", [DEEP_NORM, Stabilizer(B2T()), Stabilizer(PreNorm())])
+def test_depth_with_help_is_not(stabilizer: Stabilizer) -> None:
+    assert warnings(stabilizer) == []
+
+
+def test_six_layers_of_post_norm_are_not() -> None:
+    assert warnings(Stabilizer(PostNorm()), depth=6) == []
+
+
+@pytest.mark.parametrize(
+    ("stabilizer", "named"),
+    [
+        (Stabilizer(PostNorm(), ScaledSum()), "ScaledSum under PostNorm"),
+        (Stabilizer(PostNorm(), warmup=NoWarmup()), "NoWarmup under PostNorm"),
+    ],
+)
+def test_what_the_literature_warns_about_is_said(stabilizer: Stabilizer, named: str) -> None:
+    assert [warning for warning in warnings(stabilizer, depth=2) if named in warning] == warnings(stabilizer, depth=2)
+    assert len(warnings(stabilizer, depth=2)) == 2
+
+
+def test_a_scaled_sum_says_what_it_leaves_of_a_deep_skip_path() -> None:
+    """24 sums of the encoder leave 2^-12 = 2.4e-4 of the skip path, the decoder's 36 leave 2^-18."""
+    encoder, decoder = warnings(Stabilizer(PreNorm(), ScaledSum()))
+    assert "2.4e-04" in encoder
+    assert "3.8e-06" in decoder
+
+
+def test_a_scaled_sum_takes_numbers_too() -> None:
+    x, f = torch.randn(2, 3), torch.randn(2, 3)
+    assert ScaledSum(0.25).write(x, f).equal(0.25 * (x + f))
+
+
+@every_stabilizer
+def test_a_spec_is_plain_and_says_it_all(name: str) -> None:
+    for stabilizer in STABILIZERS[name]:
+        file = io.BytesIO()
+        torch.save(stabilizer.spec(), file)
+        file.seek(0)
+        again = Stabilizer.from_spec(torch.load(file, weights_only=True))
+        assert again.spec() == stabilizer.spec()
+        assert [type(part) for part in again.axes.values()] == [type(part) for part in stabilizer.axes.values()]
+
+
+def test_a_spec_keeps_the_arguments() -> None:
+    chosen = Stabilizer(
+        residual=HyperConnections(3, dynamic=True),
+        norm=RMSNorm(),
+        epsilon=PrecisionEpsilon(float16=1e-4),
+        attention=QKNorm("projection"),
+    )
+    again = Stabilizer.from_spec(chosen.spec())
+    assert (again.residual.streams, again.residual.dynamic) == (3, True)
+    assert again.epsilon.float16 == 1e-4
+    assert again.attention.over == "projection"
+    assert Stabilizer.from_spec(Stabilizer(residual=DLCL("sum")).spec()).residual.normalize == "sum"
+
+
+def test_a_spec_of_something_else_is_refused() -> None:
+    spec = Stabilizer().spec()
+    spec["norm"]["class_path"] = "os.system"
+    with pytest.raises(TypeError):
+        Stabilizer.from_spec(spec)
