@@ -15,5 +15,6 @@ class ProgressLines(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        found = [f"{key} {float(trainer.callback_metrics[key]):.4g}" for key in self.KEYS if key in trainer.callback_metrics]
+        metrics = trainer.callback_metrics
+        found = [f"{key} {float(metrics[key]):.4g}" for key in self.KEYS if key in metrics]
         print(f"update {trainer.global_step:,}: {', '.join(found)}", flush=True)

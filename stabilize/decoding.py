@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stabilize.errors import UserError
 from stabilize.model.cache import Cache
-from stabilize.model.transformer import PAD, EncoderDecoder
-
-BEGIN: Final = 2
-END: Final = 3
+from stabilize.model.transformer import EncoderDecoder
+from stabilize.tokens import BEGIN, END, PAD
 
 
 class Hypothesis(NamedTuple):

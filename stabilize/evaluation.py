@@ -40,14 +40,14 @@ class Evaluation(nn.Module):
         rows = zip(batch.source_text, batch.target_text, translations, truncated, strict=True)
         self.lines.update(zip(batch.index.tolist(), map(Translation._make, rows), strict=True))
 
-    def finish(self) -> tuple[dict[str, float], list[Translation]]:
-        """Scores and all lines in order, of all ranks; then empty for the next pass."""
+    def finish(self) -> tuple[dict[str, float], dict[int, Translation]]:
+        """Scores and all lines by number, in order, of all ranks; then empty for the next pass."""
         scores = {"bleu": float(self.bleu.compute()), "chrf": float(self.chrf.compute())}
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             shares: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(shares, self.lines)
             self.lines = {k: line for share in shares for k, line in share.items()}
-        lines = [self.lines[k] for k in sorted(self.lines)]
+        lines = dict(sorted(self.lines.items()))
         self.bleu.reset()
         self.chrf.reset()
         self.lines = {}
@@ -59,19 +59,23 @@ class Evaluation(nn.Module):
         return {"bleu": self.bleu.signature, "chrf": self.chrf.signature}
 
     def write(
-        self, folder: Path, name: str, lines: Sequence[Translation], scores: dict[str, float], **origin: Any
+        self, folder: Path, name: str, lines: dict[int, Translation], scores: dict[str, float], **origin: Any
     ) -> None:
-        """Write `{name}.txt`, line k the translation of line k, and `{name}.json`, scores and where they come from."""
+        """Write `{name}.txt`, line k the translation of line k, and `{name}.json`, scores and where they come from.
+
+        Lines that were not translated, because the pass was limited, are blank up to the last that was.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        text = "".join(f"{line.translation}\n" for line in lines)
+        written = [lines[k].translation if k in lines else "" for k in range(max(lines, default=-1) + 1)]
+        text = "".join(f"{translation}\n" for translation in written)
         (folder / f"{name}.txt").write_text(text, encoding="utf-8", newline="\n")
         facts = {
             "scores": scores,
             "signatures": self.signatures,
             "sacrebleu": sacrebleu.__version__,
             "lines": len(lines),
-            "empty": sum(not line.translation for line in lines),
-            "truncated": sum(line.truncated for line in lines),
+            "empty": sum(not line.translation for line in lines.values()),
+            "truncated": sum(line.truncated for line in lines.values()),
             **origin,
         }
         (folder / f"{name}.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from stabilize.evaluation import Evaluation, Translation
 from stabilize.loss import smoothed_cross_entropy
 from stabilize.metrics import CorpusBLEU
 from stabilize.model import EncoderDecoder, Sizes
-from stabilize.model.transformer import PAD
 from stabilize.strategies import Clipping, NoClipping, Part, Stabilizer
+from stabilize.tokens import PAD
 
 LOSS_UNIT = 1024.0
 """Losses are divided by this many tokens at once, so that gradients keep within a half-precision format's range until
@@ -81,8 +82,8 @@ class TranslationTask(LightningModule):
         self.samples = samples
         self.compile_layers = compile_layers
         self.checkpoint_layers = checkpoint_layers
-        self.tokenizer: Tokenizer | None = None
-        self.model: EncoderDecoder | None = None
+        self.tokenizer: Tokenizer
+        self.model: EncoderDecoder
         self.evaluation = Evaluation()
         self._tally = _Tally()
         self._tokens_seen = 0
@@ -91,9 +92,9 @@ class TranslationTask(LightningModule):
 
     def configure_model(self) -> None:
         """Build the model, now that vocabulary and precision are known."""
-        if self.model is not None:
+        if hasattr(self, "model"):
             return
-        if self.tokenizer is None:
+        if not hasattr(self, "tokenizer"):
             self.tokenizer = self.trainer.datamodule.tokenizer
         precision = str(self.trainer.precision) if self._trainer is not None else "32-true"
         self.model = EncoderDecoder(
@@ -110,15 +111,16 @@ class TranslationTask(LightningModule):
                 f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val} and model.clipping is "
                 f"{type(self.clipping).__name__}; use one of them"
             )
-        schedule = LambdaLR(optimizer, [lambda done, factor=factor: factor(done + 1) for factor in factors])
+        schedule = LambdaLR(optimizer, [_from_one(factor) for factor in factors])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
-    def _parameter_groups(self) -> tuple[list[dict[str, Any]], list[Any]]:
+    def _parameter_groups(self) -> tuple[list[dict[str, Any]], list[Callable[[int], float]]]:
         """Parameters by schedule and by whether weight decay is for them, and each group's schedule."""
         spared = {id(p) for part in self.model.modules() if isinstance(part, Part) for p in part.parameters()}
         decoder = self.decoder_stabilizer or self.stabilizer
         own = {id(p) for p in self.model.decoder.parameters()} if self.decoder_stabilizer else set()
-        groups, factors = [], []
+        groups: list[dict[str, Any]] = []
+        factors: list[Callable[[int], float]] = []
         for stabilizer, here in ((self.stabilizer, lambda p: id(p) not in own), (decoder, lambda p: id(p) in own)):
             parameters = [p for p in self.model.parameters() if p.requires_grad and here(p)]
             plain = [p for p in parameters if p.ndim < 2 or id(p) in spared]
@@ -126,7 +128,7 @@ class TranslationTask(LightningModule):
             factor = stabilizer.warmup.at(self.sizes.width).factor
             for group in ({"params": decayed}, {"params": plain, "weight_decay": 0.0}):
                 if group["params"]:
-                    groups.append(group)
+                    groups.append(dict(group))
                     factors.append(factor)
         return groups, factors
 
@@ -246,7 +248,7 @@ class TranslationTask(LightningModule):
     def on_validation_epoch_end(self) -> None:
         scores, lines = self.evaluation.finish()
         self.log_dict({f"val/{name}": score for name, score in scores.items()})
-        rows = [[*line[:3]] for line in lines[: self.samples]]
+        rows = [[*line[:3]] for line in list(lines.values())[: self.samples]]
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger) and rows and self.trainer.is_global_zero:
                 columns = ["source", "reference", "translation"]
@@ -258,7 +260,7 @@ class TranslationTask(LightningModule):
         self._write("test", lines, scores)
         for name, translations in self.trainer.datamodule.baseline_translations().items():
             baseline = CorpusBLEU()
-            baseline.update(translations, [line.reference for line in lines[: len(translations)]])
+            baseline.update([translations[k] for k in lines], [line.reference for line in lines.values()])
             scores[f"bleu_{name}"] = float(baseline.compute())
         self.log_dict({f"test/{name}": score for name, score in scores.items()})
 
@@ -266,7 +268,7 @@ class TranslationTask(LightningModule):
         _, lines = self.evaluation.finish()
         self._write("predict", lines, {})
 
-    def _write(self, name: str, lines: list[Translation], scores: dict[str, float]) -> None:
+    def _write(self, name: str, lines: dict[int, Translation], scores: dict[str, float]) -> None:
         if self.trainer.is_global_zero:
             origin = {"search": dataclasses.asdict(self.search), "checkpoint": str(self.trainer.ckpt_path or "")}
             folder = Path(self.trainer.default_root_dir) / "translations"
@@ -307,7 +309,7 @@ class TranslationTask(LightningModule):
             )
 
     @classmethod
-    def load_from_checkpoint(
+    def load_from_checkpoint(  # type: ignore[override]
         cls, checkpoint_path: str | Path, map_location: Any = "cpu", **arguments: Any
     ) -> TranslationTask:
         """The task of a checkpoint, in a fresh process, without its data; `arguments` as for the class."""
@@ -334,26 +336,31 @@ def _flat(spec: Any, prefix: str = "") -> dict[str, Any]:
     return {k: v for name, value in spec.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}
 
 
+def _from_one(factor: Callable[[int], float]) -> Callable[[int], float]:
+    """A schedule for torch, which counts the updates already made."""
+    return lambda done: factor(done + 1)
+
+
 class _Tally:
     """Sums of loss, nll and tokens `[3]`: over the batches of an update, and over the updates since the last log."""
 
     def __init__(self) -> None:
-        self.window: Tensor | None = None
-        self.since_log: Tensor | None = None
+        self.window = torch.zeros(3, dtype=torch.float64)
+        self.since_log = torch.zeros(3, dtype=torch.float64)
         self.clock = time.monotonic()
 
     def add(self, loss: Tensor, nll: Tensor, tokens: Tensor) -> None:
         """Take in a batch."""
         sums = torch.stack([loss.double(), nll.double(), tokens.double()])
-        self.window = sums if self.window is None else self.window + sums
+        self.window = self.window.to(sums.device) + sums
 
     def close(self) -> Tensor:
         """End the update; its number of tokens."""
-        window, self.window = self.window, None
-        self.since_log = window if self.since_log is None else self.since_log + window
+        window, self.window = self.window, torch.zeros_like(self.window)
+        self.since_log = self.since_log.to(window.device) + window
         return window[2].clone()
 
     def restart(self) -> float:
         """Forget all updates; seconds since the last time."""
-        self.since_log, before, self.clock = None, self.clock, time.monotonic()
+        self.since_log, before, self.clock = torch.zeros_like(self.since_log), self.clock, time.monotonic()
         return self.clock - before

@@ -75,7 +75,7 @@ def model_of(name: str, encoder_layers: int = 2, decoder_layers: int = 3, **othe
     return EncoderDecoder(VOCABULARY, sizes, *STABILIZERS[name], precision=precision).eval()
 
 
-def disturb(module: nn.Module, deviation: float = 0.1) -> None:
+def disturb(module: nn.Module, deviation: float = 0.05) -> None:
     """Move every parameter away from where it starts, so that no gain is one and no bias zero."""
     with torch.no_grad():
         for parameter in module.parameters():

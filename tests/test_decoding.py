@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stabilize.decoding import BEGIN, END, PAD, BeamSearch, Hypothesis
+from stabilize.decoding import BeamSearch, Hypothesis
+from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 from stabilize.errors import UserError
 from stabilize.model import Cache, EncoderDecoder, Memory, Sizes
 from stabilize.strategies import Stabilizer
 
-UNKNOWN, A, B = 1, 4, 5
+A, B = 4, 5
 VOCABULARY = 6
 
 Table = Callable[[tuple[int, ...], tuple[int, ...]], Sequence[float]]

@@ -1,7 +1,8 @@
 """Every command in README.md is run: each ```bash block stands under a comment that says how.
 
     <!-- test: run -->              as it stands
-    <!-- test: shorten -->          two updates and one batch of every evaluation in place of a whole training
+    <!-- test: shorten FLAGS -->    two updates and one batch of every evaluation in place of a whole training; FLAGS,
+                                    if any, are added too: --data.init_args.train_pairs=400 --model.width=16
     <!-- test: parse -->            only read: `stabilize fit … --print_config`
     <!-- test: by PATH -->          the file PATH has these very lines
     <!-- test: by PATH::NAME -->    the test NAME in the file PATH covers it
@@ -25,13 +26,16 @@ from tests.checkout import ROOT
 
 README = ROOT / "README.md"
 
-SHORT = " ".join(f"--trainer.{key}" for key in ("max_steps=2", *(f"limit_{stage}_batches=1" for stage in ("val", "test"))))
+SHORT = " ".join(
+    f"--trainer.{flag}"
+    for flag in ("max_steps=2", "limit_val_batches=1", "limit_test_batches=1", "limit_predict_batches=1")
+)
 
 # What `stabilize` means in a block: a function of the shell that adds flags to the verbs that run a trainer.
 COMMANDS = {
     "run": "",
     "shorten": f"""stabilize() {{
-        case $1 in fit | validate | test | predict) set -- "$@" {SHORT} ;; esac
+        case $1 in fit | validate | test | predict) set -- "$@" {SHORT} $FLAGS ;; esac
         command stabilize "$@"
     }}""",
     "parse": 'stabilize() { command stabilize "$@" --print_config > /dev/null; }',
@@ -73,10 +77,15 @@ def folder(tmp_path: Path) -> Path:
 
 def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a block by bash; any command of it that fails ends it."""
+    mode, _, flags = block.mark.partition(" ")
+    assert mode in COMMANDS, "a comment above the block has to say how it is tested; see tests/test_readme.py"
     path = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
-    script = f"set -euo pipefail\n{COMMANDS[block.mark]}\n{block.script}"
     return subprocess.run(
-        ["bash", "-c", script], cwd=folder, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["bash", "-c", f"set -euo pipefail\n{COMMANDS[mode]}\n{block.script}"],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "FLAGS": flags},
+        capture_output=True,
+        text=True,
     )
 
 
@@ -90,7 +99,6 @@ def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path) -
         else:
             assert set(block.script.splitlines()) <= {line.strip() for line in source.splitlines()}
     else:
-        assert block.mark in COMMANDS, "a comment above the block has to say how it is tested; see tests/test_readme.py"
         result = run(block, folder)
         assert result.returncode == 0, result.stdout + result.stderr
 
@@ -117,21 +125,25 @@ def test_blocks_are_found_with_their_marks() -> None:
     first, second = blocks(PAGE)
     assert (first.line, first.mark, first.script) == (2, "", "first\n")
     assert (second.line, second.mark) == (7, "shorten")
+    with pytest.raises(AssertionError, match="has to say how"):
+        run(first, Path())
 
 
 @pytest.mark.parametrize(
-    ("mark", "first", "second"),
+    ("mark", "added"),
     [
-        ("run", ["fit", "-c", "a b.yaml", "--seed_everything=1"], ["strategies", "placement"]),
-        ("shorten", ["fit", "-c", "a b.yaml", "--seed_everything=1", *SHORT.split()], ["strategies", "placement"]),
+        ("run", []),
+        ("shorten", SHORT.split()),
+        ("shorten --a=1 --b=2", [*SHORT.split(), "--a=1", "--b=2"]),
     ],
 )
-def test_only_a_trainers_verbs_are_shortened(mark: str, first: list[str], second: list[str], tmp_path: Path) -> None:
+def test_only_a_trainers_verbs_are_shortened(mark: str, added: list[str], tmp_path: Path) -> None:
     """A stand-in for the command writes down what it is given, one argument a line."""
     (tmp_path / "stabilize").write_text('#!/bin/sh\nprintf "%s\\n" "$@" ""\n')
     (tmp_path / "stabilize").chmod(0o755)
     block = Block(7, mark, f'PATH="{tmp_path}:$PATH"\n{blocks(PAGE)[1].script}')
-    assert run(block, tmp_path).stdout.split("\n") == [*first, "", *second, "", ""]
+    fit = ["fit", "-c", "a b.yaml", "--seed_everything=1", *added]
+    assert run(block, tmp_path).stdout.splitlines() == [*fit, "", "strategies", "placement", ""]
 
 
 def test_a_block_fails_with_its_first_command_that_fails(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Collection
 
 from rich.console import Console
 from rich.table import Table
@@ -39,8 +40,7 @@ def show(words: list[str]) -> int:
     return 0
 
 
-def _known(word: str, names: object, kind: str) -> str:
-    names = list(names)  # type: ignore[call-overload]
+def _known(word: str, names: Collection[str], kind: str) -> str:
     if word in names:
         return word
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
@@ -64,7 +64,7 @@ def _print_axis(axis: str, base: type[Strategy]) -> None:
 def _print_one(strategy: type[Strategy]) -> None:
     print(f"{strategy.__module__}.{strategy.__qualname__}\n")
     print(inspect.getdoc(strategy))
-    options = [p for p in inspect.signature(strategy).parameters.values()]
+    options = list(inspect.signature(strategy).parameters.values())
     if options:
         print("\nOptions:")
         for option in options:

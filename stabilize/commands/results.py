@@ -22,9 +22,9 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
-    for key, value in sorted(metrics.items()):
+    for key, score in sorted(metrics.items()):
         if key.startswith(SHOWN):
-            table.add_row(key, f"{float(value):,.4g}")
+            table.add_row(key, f"{float(score):,.4g}")
     for callback in trainer.callbacks:
         if isinstance(callback, LayerMonitor):
             for key, value in sorted(callback.summary().items()):
@@ -45,5 +45,5 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     files = Table(show_header=False, box=None, padding=(0, 2))
     for name, about in what.items():
         if (folder / name).exists():
-            files.add_row(str(folder / name), about)
-    return Panel(Group(*parts, Text(""), files), title=f"run {folder.name}", title_align="left")
+            files.add_row(name, about)
+    return Group(Panel(Group(*parts, Text(""), files), title="results", title_align="left"), Text(f"run folder: {folder}"))

@@ -35,8 +35,8 @@ RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) -> None:
     """Choosing another class on an axis forgets all arguments of the previous one.
 
-    jsonargparse keeps those whose names the new class has too, be they mere defaults: `FixedEpsilon(1e-3)`, then another
-    class with a `value`, would go on with 1e-3. For a tool that compares strategies that is a trap.
+    jsonargparse keeps those whose names the new class has too, be they mere defaults: after `FixedEpsilon(1e-3)`
+    another class with a `value` would go on with 1e-3. For a tool that compares strategies that is a trap.
     """
     if previous and "init_args" in previous and previous["class_path"] != chosen["class_path"]:
         previous["init_args"] = type(previous["init_args"])()
@@ -81,6 +81,9 @@ class Command(LightningCLI):
             load_from_checkpoint_support=False,
             args=arguments,
         )
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        self.config = parser.parse_args(args)
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -166,8 +169,9 @@ def run_folder(root: Path) -> Path:
 
 def weights_and_biases(folder: Path) -> Logger:
     """A run in `folder`/wandb: online for who is logged in or asks by WANDB_MODE, else offline; never a question."""
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
-    return WandbLogger(
+    known = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+    mode = os.environ.get("WANDB_MODE", "online") if known else "offline"
+    logger = WandbLogger(
         save_dir=folder,
         id=folder.name,
         name=folder.name,
@@ -176,6 +180,8 @@ def weights_and_biases(folder: Path) -> Logger:
         mode=mode,
         settings=wandb.Settings(silent=mode == "offline", console="off"),
     )
+    logger._wandb_init.pop("anonymous")  # no longer known to wandb, which warns of it
+    return logger
 
 
 def run(arguments: list[str]) -> int:

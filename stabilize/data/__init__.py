@@ -4,13 +4,9 @@ from stabilize.data.batch import Batch
 from stabilize.data.module import TranslationData
 from stabilize.data.parallel_text import ParallelText
 from stabilize.data.synthetic import SyntheticCorpus
-from stabilize.data.tokenizer import BEGIN, END, PAD, UNKNOWN, Tokenizer
+from stabilize.data.tokenizer import Tokenizer
 
 __all__ = [
-    "BEGIN",
-    "END",
-    "PAD",
-    "UNKNOWN",
     "Batch",
     "ParallelText",
     "SyntheticCorpus",

@@ -119,7 +119,7 @@ def sentence(random: Random) -> tuple[str, str]:
     """Draw an English sentence and its German translation."""
     english, german = random.choices(
         [_plain, _fronted, _with_relative, _with_that, _with_conjunction, _after_conjunction, _coordinated],
-        weights=[34, 20, 12, 14, 9, 8, 3],
+        weights=[36, 24, 10, 14, 7, 6, 3],
     )[0](random)
     return _finish(english), _finish(german)
 
@@ -199,7 +199,7 @@ def _help(random: Random, plural: bool) -> Pattern:
 def _take(random: Random, plural: bool) -> Pattern:
     verb = random.choice(lexicon.TAKE)
     predicate, tail, early, late = _with_object(random, verb, plural, _thing(random), "accusative")
-    if random.random() < 0.3:
+    if random.random() < 0.2:
         english, german = _prepositional(random, random.choice(lexicon.COMPANIES), lexicon.PEOPLE)
         tail, late = _join(tail, english), _join(late, german)
     return predicate, tail, early, late
@@ -238,19 +238,27 @@ def _be(random: Random, plural: bool) -> Pattern:
 
 
 def _predicate(random: Random, verb: Verb, plural: bool) -> Predicate:
-    """Present, perfect or modal."""
-    infinitive, participle = verb.prefix + verb.german, verb.prefix + verb.german_participle
-    tense = random.choices(["present", "perfect", "modal"], weights=[5, 3, 2])[0]
-    if tense == "present":
-        finite = verb.german if plural else verb.german_third
-        english = verb.english if plural else verb.english_third
-        return Predicate(english, finite, verb.prefix, verb.prefix + finite)
-    if tense == "perfect":
-        finite = AUXILIARY[verb.auxiliary][plural]
-        english = f"{'have' if plural else 'has'} {verb.english_participle}"
-        return Predicate(english, finite, participle, f"{participle} {finite}")
-    english_third, english_plural, german_third, german_plural = random.choice(lexicon.MODALS)
-    finite = german_plural if plural else german_third
+    form = random.choices([present, perfect, None], weights=[5, 3, 2])[0]
+    return form(verb, plural) if form else with_modal(random.choice(lexicon.MODALS), verb, plural)
+
+
+def present(verb: Verb, plural: bool) -> Predicate:
+    """`calls ... up`: `ruft ... an`, `... anruft`."""
+    finite = verb.german if plural else verb.german_third
+    return Predicate(verb.english if plural else verb.english_third, finite, verb.prefix, verb.prefix + finite)
+
+
+def perfect(verb: Verb, plural: bool) -> Predicate:
+    """`has called ... up`: `hat ... angerufen`, `... angerufen hat`."""
+    participle, finite = verb.prefix + verb.german_participle, AUXILIARY[verb.auxiliary][plural]
+    english = f"{'have' if plural else 'has'} {verb.english_participle}"
+    return Predicate(english, finite, participle, f"{participle} {finite}")
+
+
+def with_modal(modal: Sequence[str], verb: Verb, plural: bool) -> Predicate:
+    """`must call ... up`: `muss ... anrufen`, `... anrufen muss`; the modal is a row of the lexicon."""
+    english_third, english_plural, german_third, german_plural = modal
+    infinitive, finite = verb.prefix + verb.german, german_plural if plural else german_third
     english = f"{english_plural if plural else english_third} {verb.english}"
     return Predicate(english, finite, infinitive, f"{infinitive} {finite}")
 
@@ -299,11 +307,11 @@ def _prepositional(random: Random, preposition: Sequence[str], nouns: Sequence[N
 
 
 def _noun_phrase(random: Random, noun: Noun) -> NounPhrase:
-    plural = random.random() < 0.25
+    plural = random.random() < 0.2
     determiner = random.choice(["the", "the", "my", "this"] + (["", "two"] if plural else ["a", "a", "every"]))
     living = noun in lexicon.PEOPLE or noun in lexicon.ANIMALS
     adjectives = lexicon.PERSON_ADJECTIVES if living else lexicon.THING_ADJECTIVES
-    adjective = random.choice(adjectives) if random.random() < 0.35 else None
+    adjective = random.choice(adjectives) if random.random() < 0.3 else None
     return noun_phrase(noun, determiner, adjective, plural=plural)
 
 

@@ -80,10 +80,8 @@ FURNITURE: Final = _nouns("""
 table      tables      Tisch     Tische       m
 chair      chairs      Stuhl     Stühle       m
 door       doors       Tür       Türen        f
-window     windows     Fenster   Fenster      n
 lamp       lamps       Lampe     Lampen       f
 bag        bags        Tasche    Taschen      f
-bench      benches     Bank      Bänke        f
 """)
 
 PLACES: Final = _nouns("""
@@ -93,7 +91,6 @@ kitchen    kitchens    Küche     Küchen       f
 school     schools     Schule    Schulen      f
 forest     forests     Wald      Wälder       m
 city       cities      Stadt     Städte       f
-church     churches    Kirche    Kirchen      f
 room       rooms       Zimmer    Zimmer       n
 park       parks       Park      Parks        m
 """)
@@ -103,8 +100,6 @@ MODIFIERS: Final = [
     ("kitchen", "Küchen"),
     ("garden", "Garten"),
     ("school", "Schul"),
-    ("church", "Kirchen"),
-    ("city", "Stadt"),
     ("wood", "Holz"),
 ]
 
@@ -116,8 +111,6 @@ small      klein      klein
 big        groß       groß
 good       gut        gut
 tired      müde       müd
-rich       reich      reich
-strange    seltsam    seltsam
 """)
 
 # Of things and places.
@@ -126,36 +119,28 @@ old        alt        alt
 new        neu        neu
 small      klein      klein
 big        groß       groß
-beautiful  schön      schön
 red        rot        rot
-white      weiß       weiß
 dark       dunkel     dunkl
 """)
 
 # Verbs with an accusative object that is a person or an animal, ...
 SEE: Final = _verbs("""
 see        sees        seen        -      sieht     sehen      gesehen     -    haben
-know       knows       known       -      kennt     kennen     gekannt     -    haben
 love       loves       loved       -      liebt     lieben     geliebt     -    haben
 visit      visits      visited     -      besucht   besuchen   besucht     -    haben
 look_for   looks_for   looked_for  -      sucht     suchen     gesucht     -    haben
 call       calls       called      up     ruft      rufen      gerufen     an   haben
 invite     invites     invited     -      lädt      laden      geladen     ein  haben
-meet       meets       met         -      trifft    treffen    getroffen   -    haben
 """)
 
 # ... or a thing.
 TAKE: Final = _verbs("""
-see        sees        seen        -      sieht     sehen      gesehen     -    haben
 find       finds       found       -      findet    finden     gefunden    -    haben
 buy        buys        bought      -      kauft     kaufen     gekauft     -    haben
 carry      carries     carried     -      trägt     tragen     getragen    -    haben
-look_for   looks_for   looked_for  -      sucht     suchen     gesucht     -    haben
 paint      paints      painted     -      malt      malen      gemalt      -    haben
-forget     forgets     forgotten   -      vergisst  vergessen  vergessen   -    haben
 pick       picks       picked      up     hebt      heben      gehoben     auf  haben
 bring      brings      brought     along  bringt    bringen    gebracht    mit  haben
-throw      throws      thrown      away   wirft     werfen     geworfen    weg  haben
 """)
 
 # Verbs with a dative object, a person.
@@ -176,7 +161,6 @@ sell       sells       sold        -      verkauft  verkaufen  verkauft    -    
 GO: Final = _verbs("""
 go         goes        gone        -      geht      gehen      gegangen    -    sein
 run        runs        run         -      läuft     laufen     gelaufen    -    sein
-come       comes       come        -      kommt     kommen     gekommen    -    sein
 """)
 
 # Verbs with at most a place.
@@ -184,23 +168,19 @@ SLEEP: Final = _verbs("""
 sleep      sleeps      slept       -      schläft   schlafen   geschlafen  -    haben
 wait       waits       waited      -      wartet    warten     gewartet    -    haben
 work       works       worked      -      arbeitet  arbeiten   gearbeitet  -    haben
-sing       sings       sung        -      singt     singen     gesungen    -    haben
 get_up     gets_up     got_up      -      steht     stehen     gestanden   auf  sein
-arrive     arrives     arrived     -      kommt     kommen     gekommen    an   sein
 """)
 
 # Verbs with a that-clause.
 SAY: Final = _verbs("""
 say        says        said        -      sagt      sagen      gesagt      -    haben
 believe    believes    believed    -      glaubt    glauben    geglaubt    -    haben
-hope       hopes       hoped       -      hofft     hoffen     gehofft     -    haben
 """)
 
 # English third person and plural, German third person and plural.
 MODALS: Final = _rows("""
 can        can         kann      können
 must       must        muss      müssen
-should     should      soll      sollen
 wants_to   want_to     will      wollen
 """)
 
@@ -216,10 +196,8 @@ TIMES: Final = _rows("""
 today           heute
 now             jetzt
 often           oft
-again           wieder
 at_night        nachts
 every_day       jeden_Tag
-on_Sunday       am_Sonntag
 in_the_evening  am_Abend
 """)
 

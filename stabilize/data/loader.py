@@ -31,13 +31,13 @@ class BatchLoader:
         self.sampler = sampler
         self.batch_sampler = None  # Lightning looks whether there is one
         self._resumed = False
-        self._loader = DataLoader(
+        self._loader: DataLoader[Batch] = DataLoader(
             pairs,
             batch_size=None,  # the sampler gives whole batches
             sampler=sampler,
             num_workers=workers,
             collate_fn=_unchanged,
-            generator=torch.Generator(),  # else each epoch draws from the global one, and dropout differs by workers
+            generator=torch.Generator(),  # else each pass draws from the global one, and a resumed run drops out others
         )
 
     def __len__(self) -> int:
@@ -63,6 +63,6 @@ class BatchLoader:
         self._resumed = True
 
 
-def _unchanged(batch: Batch) -> Batch:
+def _unchanged(batch: Any) -> Any:
     """What torch shall make of a batch: its default turns tuples of text into lists."""
     return batch

@@ -12,8 +12,9 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from stabilize.data.baselines import nearest_neighbour, word_by_word
 from stabilize.data.loader import BatchLoader
-from stabilize.data.pairs import Pairs, Sentences, TokenizedPairs
+from stabilize.data.pairs import Pairs, TokenizedPairs
 from stabilize.data.sampler import TokenBatches
+from stabilize.data.sentences import Sentences
 from stabilize.data.tokenizer import Tokenizer
 from stabilize.errors import UserError
 

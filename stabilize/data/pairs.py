@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from stabilize.data.batch import Batch, collate
-from stabilize.data.tokenizer import END, Tokenizer
+from stabilize.data.batch import Batch
+from stabilize.data.sentences import Sentences
+from stabilize.tokens import BEGIN
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,6 @@ class Pairs:
         return Pairs(self.source[:count], self.target[:count])
 
 
-class Sentences:
-    """Many sequences of ids in one flat array, each ending with the end token.
-
-    Two arrays instead of a list of lists: worker processes then share the memory, since nothing in it is
-    reference-counted.
-
-    Args:
-        lines: the texts to tokenise.
-        tokenizer: what tokenises them.
-    """
-
-    def __init__(self, lines: Iterable[str], tokenizer: Tokenizer) -> None:
-        ids, ends = array("i"), array("q")
-        for line in lines:
-            ids.extend(tokenizer.encode(line))
-            ids.append(END)
-            ends.append(len(ids))
-        self.ids: NDArray[np.int32] = np.array(ids, dtype=np.int32)
-        self.starts: NDArray[np.int64] = np.concatenate([[0], np.array(ends, dtype=np.int64)])[:-1]
-        self.lengths: NDArray[np.int64] = np.diff(self.starts, append=len(self.ids))
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-
 class TokenizedPairs(Dataset[Batch]):
     """The pairs of a split as ids; indexing with row numbers gives their batch.
 
@@ -65,23 +41,30 @@ class TokenizedPairs(Dataset[Batch]):
     """
 
     def __init__(self, source: Sentences, target: Sentences, lines: NDArray[np.int64], text: Pairs | None) -> None:
-        self.source = source
-        self.target = target
-        self.lines = lines
-        self.text = text
+        self._source = source
+        self._target = target
+        self._lines = lines
+        self._text = text
 
     def __len__(self) -> int:
-        return len(self.lines)
+        return len(self._lines)
 
     def __getitem__(self, rows: NDArray[np.int64]) -> Batch:
-        return collate(self.source, self.target, self.lines[rows], self.text)
+        lines = self._lines[rows]
+        return Batch(
+            source=self._source.padded(lines),
+            target=F.pad(self._target.padded(lines), (1, 0), value=BEGIN),
+            index=torch.from_numpy(lines),
+            source_text=tuple(self._text.source[line] for line in lines) if self._text else (),
+            target_text=tuple(self._text.target[line] for line in lines) if self._text else (),
+        )
 
     @property
     def source_lengths(self) -> NDArray[np.int64]:
         """Tokens of each row's source with the end token, [rows]."""
-        return self.source.lengths[self.lines]
+        return self._source.lengths[self._lines]
 
     @property
     def target_lengths(self) -> NDArray[np.int64]:
         """Tokens of each row's target with the end token, [rows]."""
-        return self.target.lengths[self.lines]
+        return self._target.lengths[self._lines]

@@ -11,11 +11,7 @@ from typing import Final
 import sentencepiece
 
 from stabilize.errors import UserError
-
-PAD: Final = 0
-UNKNOWN: Final = 1
-BEGIN: Final = 2
-END: Final = 3
+from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
 # More lines than this change the merges little and cost minutes: then every k-th line is used.
 TRAINING_LINES: Final = 1_000_000

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from stabilize import kernels
 from stabilize.model.projection import Projection
 from stabilize.strategies import Site, Stabilizer
+from stabilize.strategies.initialization import Role
 
 if TYPE_CHECKING:
     from stabilize.model.layer import Context
@@ -40,8 +41,8 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.dropout = dropout
         self.slots = nn.ModuleDict(slots)
-        groups = 2 if activation == "swiglu" else 1
-        self.input = Projection(site, ("feed_forward_in",) * groups, site.width, site.hidden, stabilizer.initialization)
+        roles: list[Role] = ["feed_forward_in"] * (2 if activation == "swiglu" else 1)
+        self.input = Projection(site, roles, site.width, site.hidden, stabilizer.initialization)
         self.output = Projection(site, ("feed_forward_out",), site.hidden, site.width, stabilizer.initialization)
 
     def _slot(self, name: str, x: Tensor, real: Tensor) -> Tensor:

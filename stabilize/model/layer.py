@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,7 +117,8 @@ class Layer(nn.Module):
 
     def run(self, stream: Stream, carry: dict[str, Tensor], context: Context) -> tuple[Stream, dict[str, Tensor]]:
         """The layer itself: the stream after it, and by role what its branches hand to the layer above."""
-        steps = [Bound(branch, context, carry.get(branch.role)) for branch in self.branches]
+        branches = cast(Iterable[Branch], self.branches)
+        steps = [Bound(branch, context, carry.get(branch.role)) for branch in branches]
         stream = self.placement.layer(stream, steps)
         return stream, {step.branch.role: step.carried for step in steps if step.carried is not None}
 

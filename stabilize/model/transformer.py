@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +15,8 @@ from stabilize.model.embedding import Embedding, Positions
 from stabilize.model.feed_forward import Activation
 from stabilize.model.layer import Bound, Branch, Context, Layer, Rates
 from stabilize.model.projection import Projection
-from stabilize.strategies import Site, Stabilizer
-
-PAD = 0
-"""Id of padding, everywhere."""
+from stabilize.strategies import Site, Stabilizer, Stream
+from stabilize.tokens import PAD
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Stack(nn.Module):
         stream = self.placement.enter(x, end)
         carry: dict[str, Tensor] = {}
 
-        for layer in self.layers:
+        for layer in cast(Iterable[Layer], self.layers):
 
-            def run(stream, layer=layer):
+            def run(stream: Stream, layer: Layer = layer) -> Stream:
                 nonlocal carry
                 stream, carry = layer(stream, carry, context)
                 return stream

@@ -104,6 +104,8 @@ class RealFormer(AttentionStabilizer):
             layers and more.
     """
 
+    share: Tensor
+
     def __init__(self, running_mean: bool = False) -> None:
         super().__init__()
         self.running_mean = running_mean

@@ -113,7 +113,7 @@ class ScaledSum(Residual):
         if not left < 0.01:
             return []
         return [
-            f"ScaledSum in a {site.stack} of {site.layers} layers leaves {left:.1e} of the skip path: the gradient of "
+            f"ScaledSum leaves, over the {site.layers} layers of the {site.stack}, {left:.1e} of the skip path: the gradient of "
             "the first layer shrinks alike (the scale comes from shallow convolutional models, arXiv:1705.03122)"
         ]
 

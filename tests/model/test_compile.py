@@ -1,0 +1,115 @@
+"""torch.compile: few graphs however deep the model and long the sentences, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from stabilize.model import EncoderDecoder
+from stabilize.model.layer import compiled_run
+from tests.models import SOURCE, TARGET, assert_equal, disturb, every_stabilizer, model_of, sentences
+
+MOST_GRAPHS = 4
+
+# Dynamo looks at the gradient of every tensor that comes in, and torch warns about those that keep none.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Graphs:
+    """A back end that counts the graphs it is given and runs them as they are."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graphs]:
+    """Layers compile with a counting back end, from nothing."""
+    backend = Graphs()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    forget()
+    yield backend
+    forget()
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    compiled_run.cache_clear()
+
+
+def compiled(model: EncoderDecoder) -> EncoderDecoder:
+    for layer in model.layers:
+        layer.compiled = True
+    return model
+
+
+@every_stabilizer
+def test_18_layers_a_stack_share_four_graphs(name: str, graphs: Graphs) -> None:
+    """`fullgraph` is set where layers compile, so a break in a graph would be an error here."""
+    model = model_of(name, 18, 18).train()
+    batches = [(sentences(rows, source), sentences(rows, target)) for rows, source, target in SIZES]
+    eager = [model(*batch) for batch in batches]
+    compiled(model)
+    for batch, expected in zip(batches, eager, strict=True):
+        assert_equal(model(*batch), expected)
+    assert graphs.count <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("name", ["b2t", "dynamic_hyper_connections", "dlcl", "realformer_mean"])
+def test_fifty_lengths_share_four_graphs(name: str, graphs: Graphs) -> None:
+    model = compiled(model_of(name, dropout=0.1, attention_dropout=0.1).train())
+    for length in range(2, 52):
+        model(sentences(3, length), sentences(3, 60 - length)).sum().backward()
+    assert graphs.count <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_hooks_fire_once_a_layer(checkpointed: bool, graphs: Graphs) -> None:
+    model, seen = compiled(model_of("post_norm").train()), []
+
+    def remember(layer: nn.Module, inputs: Any, output: Any) -> None:
+        seen.append(layer)
+
+    for layer in model.layers:
+        layer.checkpointed = checkpointed
+        layer.register_forward_hook(remember)
+    model(SOURCE, TARGET).sum().backward()
+    assert seen == model.layers
+    assert graphs.count
+
+
+@pytest.mark.parametrize("saved_compiled", [False, True])
+@pytest.mark.parametrize("loaded_compiled", [False, True])
+def test_weights_go_between_compiled_and_plain(saved_compiled: bool, loaded_compiled: bool, graphs: Graphs) -> None:
+    saved, loaded = model_of("dynamic_hyper_connections"), model_of("dynamic_hyper_connections")
+    disturb(saved)
+    names = [name for name, _ in saved.named_modules()]
+    expected = saved(SOURCE, TARGET)
+    for model, asked in ((saved, saved_compiled), (loaded, loaded_compiled)):
+        if asked:
+            compiled(model)(SOURCE, TARGET)
+    loaded.load_state_dict(saved.state_dict(), strict=True)
+    assert_equal(loaded(SOURCE, TARGET), expected)
+    assert [name for name, _ in saved.named_modules()] == names
+
+
+def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(graphs: Graphs) -> None:
+    model = compiled(model_of("pre_norm"))
+    before, twin = model(SOURCE, TARGET), copy.deepcopy(model)
+    disturb(twin)
+    found = twin(SOURCE, TARGET)
+    assert model(SOURCE, TARGET).equal(before)
+    for layer in twin.layers:
+        layer.compiled = False
+    assert_equal(found, twin(SOURCE, TARGET))
+    assert not found.equal(before)

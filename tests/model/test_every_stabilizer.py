@@ -1,0 +1,169 @@
+"""What has to hold for every stabiliser: it trains, decodes with a cache, ignores padding, checkpoints, copies, loads."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stabilize.model import Cache, EncoderDecoder, Layer, Sizes
+from stabilize.strategies import Stabilizer
+from tests.models import (
+    PAD,
+    SOURCE,
+    STABILIZERS,
+    TARGET,
+    VOCABULARY,
+    assert_equal,
+    disturb,
+    every_stabilizer,
+    gradients,
+    model_of,
+    sentences,
+)
+
+REAL = TARGET != PAD
+
+
+def disturbed(name: str, **options: float) -> EncoderDecoder:
+    model = model_of(name, **options)
+    disturb(model)
+    return model
+
+
+def loss_of(model: EncoderDecoder) -> Tensor:
+    """Cross-entropy of each next token."""
+    logits = model.project(model(SOURCE, TARGET[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1).float(), TARGET[:, 1:].flatten(), ignore_index=PAD)
+
+
+@every_stabilizer
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_five_updates(name: str, precision: str) -> None:
+    model = model_of(name, precision=precision, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1).train()
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    start, losses = copy.deepcopy(model.state_dict()), []
+    for _ in range(5):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = loss_of(model)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.detach())
+    assert torch.stack(losses).isfinite().all()
+    assert all(not value.equal(start[key]) for key, value in model.state_dict().items() if value.is_floating_point())
+
+
+@every_stabilizer
+def test_cached_decoding_equals_full_decoding(name: str) -> None:
+    model = disturbed(name)
+    memory, cache = model.encode(SOURCE), Cache()
+    pieces = [model.decode(piece, memory, cache) for piece in TARGET.split([1, 1, 2, 1], dim=1)]
+    assert cache.length == TARGET.size(1)
+    assert_equal(torch.cat(pieces, 1)[REAL], model.decode(TARGET, memory)[REAL])
+
+
+@every_stabilizer
+def test_a_cache_follows_its_rows(name: str) -> None:
+    model, rows = disturbed(name), torch.tensor([1, 0, 1])
+    memory, cache = model.encode(SOURCE), Cache()
+    model.decode(TARGET[:, :2], memory, cache)
+    cache.select(rows)
+    found = model.decode(TARGET[rows, 2:], memory.select(rows), cache)
+    assert_equal(found[REAL[rows, 2:]], model(SOURCE, TARGET)[rows, 2:][REAL[rows, 2:]])
+
+
+@every_stabilizer
+def test_more_padding_changes_nothing(name: str) -> None:
+    model = disturbed(name)
+    padded = model(F.pad(SOURCE, (0, 3)), F.pad(TARGET, (0, 2)))[:, : TARGET.size(1)]
+    assert_equal(padded[REAL], model(SOURCE, TARGET)[REAL])
+
+
+@every_stabilizer
+def test_the_future_changes_nothing(name: str) -> None:
+    model, other = disturbed(name), TARGET.clone()
+    other[:, 3:] = sentences(2, 2)
+    assert_equal(model(SOURCE, other)[:, :3], model(SOURCE, TARGET)[:, :3])
+
+
+@every_stabilizer
+def test_checkpointed_gradients_are_the_same(name: str) -> None:
+    model = disturbed(name, dropout=0.2, attention_dropout=0.2, activation_dropout=0.2).train()
+    found = []
+    for checkpointed in (False, True):
+        for layer in model.layers:
+            layer.checkpointed = checkpointed
+        torch.manual_seed(3)
+        found.append(gradients(loss_of(model), model))
+    plain, again = found
+    assert plain.keys() == again.keys() == dict(model.named_parameters()).keys()
+    for parameter, gradient in plain.items():
+        assert_equal(again[parameter], gradient)
+
+
+def fired(model: EncoderDecoder, watched: EncoderDecoder) -> list[Layer]:
+    """The layers of `watched` whose hooks are called when `model` runs."""
+    seen: list[Layer] = []
+
+    def remember(layer: nn.Module, inputs: tuple[object, ...], output: tuple[object, ...]) -> None:
+        states, real = layer.observe(inputs, output)
+        assert states.shape == (*real.shape, 16)
+        seen.append(layer)
+
+    handles = [layer.register_forward_hook(remember) for layer in watched.layers]
+    model(SOURCE, TARGET)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@every_stabilizer
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_hooks_see_each_layer_once_in_order(name: str, checkpointed: bool) -> None:
+    model = model_of(name)
+    for layer in model.layers:
+        layer.checkpointed = checkpointed
+    assert fired(model, model) == model.layers
+
+
+@every_stabilizer
+def test_a_copy_goes_its_own_way(name: str) -> None:
+    model = disturbed(name)
+    before, twin = model(SOURCE, TARGET), copy.deepcopy(model)
+    assert twin(SOURCE, TARGET).equal(before)
+
+    disturb(twin)
+    assert not twin(SOURCE, TARGET).equal(before)
+    assert model(SOURCE, TARGET).equal(before)
+    assert fired(twin, twin) == twin.layers
+    assert fired(model, twin) == []
+
+
+@every_stabilizer
+def test_a_saved_model_comes_back(name: str) -> None:
+    model, file = disturbed(name), io.BytesIO()
+    specs = [stabilizer.spec() for stabilizer in STABILIZERS[name]]
+    torch.save({"specs": specs, "weights": model.state_dict()}, file)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    stabilizers = [Stabilizer.from_spec(spec) for spec in saved["specs"]]
+    again = EncoderDecoder(VOCABULARY, Sizes(2, 3, 16, 2, 32), *stabilizers).eval()
+    again.load_state_dict(saved["weights"])
+    assert again(SOURCE, TARGET).equal(model(SOURCE, TARGET))
+
+
+@every_stabilizer
+def test_templates_stay_untouched(name: str) -> None:
+    """Every part of a model is a copy of its template, with parameters of its own."""
+    model_of(name)
+    templates = [part for stabilizer in STABILIZERS[name] for part in stabilizer.axes.values()]
+    assert not any(list(part.parameters()) for part in templates if isinstance(part, nn.Module))
+    first, second = model_of(name), model_of(name)
+    assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}

@@ -1,0 +1,165 @@
+"""Dropout and attention against closed forms and torch's own."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import stabilize
+from stabilize import kernels
+
+rates = pytest.mark.parametrize("rate", [0.1, 0.3, 0.5, 0.9])
+COUNT = 1 << 18
+
+
+def kept(shape: tuple[int, ...], rate: float) -> Tensor:
+    return (kernels.dropout(torch.ones(shape), rate) != 0).double()
+
+
+@rates
+def test_dropout_keeps_its_share_and_scales_it(rate: float) -> None:
+    dropped = kernels.dropout(torch.ones(COUNT), rate)
+    assert_share((dropped != 0).double(), 1 - rate)
+    torch.testing.assert_close(dropped.unique(), torch.tensor([0, 1 / (1 - rate)]))
+
+
+def assert_share(events: Tensor, probability: float) -> None:
+    """Within five standard deviations of a binomial."""
+    deviation = math.sqrt(probability * (1 - probability) / events.numel())
+    assert abs(events.mean().item() - probability) < 5 * deviation
+
+
+@rates
+@pytest.mark.parametrize("lag", [1, 2, 3, 4, 5, 64])
+def test_dropout_decides_for_each_entry_by_itself(rate: float, lag: int) -> None:
+    """Four entries share one draw of 64 bits: no pair of places may know of each other."""
+    decisions = kept((COUNT,), rate)
+    assert_share(decisions[lag:] * decisions[:-lag], (1 - rate) ** 2)
+
+
+@rates
+def test_dropout_treats_every_place_alike(rate: float) -> None:
+    """Chi-square over the eight places within two draws, seven degrees of freedom: below 30 but once in 10,000."""
+    decisions = kept((COUNT // 8, 8), rate)
+    deviations = decisions.sum(0) - decisions.size(0) * (1 - rate)
+    assert deviations.pow(2).sum() / (decisions.size(0) * rate * (1 - rate)) < 30
+
+
+@rates
+def test_dropout_has_the_moments_of_torchs(rate: float) -> None:
+    """E y = x and E y^2 = x^2 / (1 - rate), over many draws."""
+    x = torch.tensor([-2.0, 0.5, 1.0, 3.0, 7.0])
+    for draw in (kernels.dropout, F.dropout):
+        draws = draw(x.expand(COUNT // 8, 5).contiguous(), rate)
+        torch.testing.assert_close(draws.mean(0), x, rtol=0.1, atol=0)
+        torch.testing.assert_close(draws.pow(2).mean(0), x.pow(2) / (1 - rate), rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (5,), (3, 7), (2, 3, 5)])
+def test_dropout_takes_every_shape_and_format(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, dtype=dtype)
+    dropped = kernels.dropout(x, 0.5)
+    assert dropped.shape == x.shape
+    assert dropped.dtype == dtype
+    assert torch.where(dropped == 0, x * 0, x * 2).equal(dropped)
+
+
+def test_dropout_follows_the_seed() -> None:
+    x = torch.ones(1000)
+    draws = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        draws.append(kernels.dropout(x, 0.5))
+    assert draws[0].equal(draws[1])
+    assert not draws[0].equal(draws[2])
+    assert not kernels.dropout(x, 0.5).equal(kernels.dropout(x, 0.5))
+
+
+def test_dropout_of_nothing_is_nothing() -> None:
+    x = torch.ones(8)
+    assert kernels.dropout(x, 0.0) is x
+
+
+def test_dropout_stops_the_gradient_where_it_drops() -> None:
+    x = torch.randn(1000, requires_grad=True)
+    dropped = kernels.dropout(x, 0.25)
+    dropped.sum().backward()
+    assert x.grad.equal((dropped != 0) / 0.75)
+
+
+def projections(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Query, key, value `[2, 3, 5, 4]`."""
+    return [torch.randn(2, 3, 5, 4, dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+MASKS = {
+    "none": torch.ones(1, 1, 5, 5, dtype=torch.bool),
+    "causal": torch.ones(5, 5, dtype=torch.bool).tril(),
+    "padding": torch.tensor([[True] * 5, [True] * 3 + [False] * 2])[:, None, None],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_attention_equals_torchs_in_value_and_gradient(mask: Tensor, dtype: torch.dtype) -> None:
+    """Both the path that `attend` picks and the one with explicit weights."""
+    inputs, tolerance = projections(dtype), {torch.bfloat16: 3e-2}.get(dtype, 1e-6)
+    query, key, value = inputs
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=mask)
+    direction = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, inputs, direction)
+    for found in (
+        kernels.attend(query, key, value, mask, 0.0),
+        kernels.mix(kernels.logits(query, key), value, mask, 0.0),
+    ):
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+        for mine, torchs in zip(torch.autograd.grad(found, inputs, direction), gradients, strict=True):
+            torch.testing.assert_close(mine, torchs, rtol=0, atol=tolerance)
+
+
+def test_dropout_on_the_weights_is_right_on_average() -> None:
+    query, key, value = projections()
+    mask = MASKS["causal"]
+    draws = torch.stack([kernels.attend(query, key, value, mask, 0.2) for _ in range(2000)])
+    assert draws.std(0).max() > 0.1
+    torch.testing.assert_close(draws.mean(0), kernels.attend(query, key, value, mask, 0.0), rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_a_query_that_may_look_nowhere_stays_finite(dtype: torch.dtype, rate: float) -> None:
+    inputs = projections(dtype)
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    mask[1] = False
+    mixed = kernels.attend(*inputs, mask, rate)
+    mixed[0].sum().backward()
+    assert mixed.isfinite().all()
+    for tensor in inputs:
+        assert tensor.grad.isfinite().all()
+        assert not tensor.grad[1].any()
+
+
+def masking_constants(path: Path) -> list[float]:
+    """All numbers written inside calls that fill or choose by a mask."""
+    found = []
+    for call in ast.walk(ast.parse(path.read_text())):
+        name = getattr(call.func, "attr", getattr(call.func, "id", "")) if isinstance(call, ast.Call) else ""
+        if name.strip("_") in ("masked_fill", "where", "full", "full_like", "index_fill", "clamp", "nan_to_num"):
+            inside = (node.value for node in ast.walk(call) if isinstance(node, ast.Constant))
+            found += [value for value in inside if isinstance(value, (int, float))]
+    return found
+
+
+def test_no_mask_constant_leaves_half_precision() -> None:
+    """float16 ends at 65504; -1e9 as a mask is an error there, but only once mixed precision is on."""
+    sources = list(Path(stabilize.__file__).parent.rglob("*.py"))
+    constants = [constant for path in sources for constant in masking_constants(path)]
+    assert len(sources) > 20
+    assert all(abs(constant) <= torch.finfo(torch.float16).max for constant in constants)
