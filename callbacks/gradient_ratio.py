@@ -71,9 +71,6 @@ class GradientRatio(LayerMonitor):
         if self.activations and self.is_due(trainer):
             self.watch(self._watch_gradient)
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.unwatch()  # only now: with reentrant checkpointing the forward that counts runs during backward
-
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:

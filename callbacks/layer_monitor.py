@@ -62,7 +62,7 @@ class LayerMonitor(pl.Callback, ABC):
             self.stacks = find_layers(pl_module, self.layers)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.unwatch()  # still watching if `training_step` returned None
+        self.unwatch()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finish(trainer)
@@ -84,13 +84,12 @@ class LayerMonitor(pl.Callback, ABC):
 
     def watch(self, hook: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> None:
         """Call `hook(layer, inputs, output)` after each layer's forward, until `unwatch`."""
-        layers = {layer for stack in self.stacks.values() for layer in stack}
 
-        def of_these(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            if layer in layers:  # a deep copy of the model made meanwhile has copies of the hooks
-                hook(layer, inputs, output)
+        def call(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            hook(layer, inputs, output)
 
-        self._handles = [layer.register_forward_hook(of_these) for layer in layers]
+        # A function, because a deep copy of the model would copy a bound method's object, which is the callback.
+        self._handles = [layer.register_forward_hook(call) for stack in self.stacks.values() for layer in stack]
 
     @property
     def watching(self) -> bool:

@@ -10,12 +10,12 @@ A number that does not exist (a layer without gradient, a similarity over no pos
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
-POSITIONS_AT_ONCE = 1024  # bounds the temporary copies of `similarity_sums` to layers * 1024 * width numbers
+NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums`
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -66,30 +66,6 @@ def activation_rms(states: Tensor, real: Tensor | None = None) -> Tensor:
     return (torch.where(real, squares, 0.0).sum() / real.sum()).sqrt()
 
 
-def directions(states: Tensor, real: Tensor, mean: Tensor | None = None) -> Tensor:
-    """Unit vectors of `[..., width]`, float32; zero at padding and where there is no direction.
-
-    Args:
-        states: `[..., width]` of any floating type.
-        real: bool, broadcasts to `[...]`: the positions that count.
-        mean: float32, broadcasts to `[..., width]`; subtracted first. What is left has no direction where it is below a
-            millionth of what it was taken from: that is rounding.
-    """
-    vectors = torch.where(real.unsqueeze(-1), states.float(), 0.0)  # a product would keep the NaN of a padded position
-    rounding = torch.zeros_like(vectors[..., :1])
-    if mean is not None:
-        rounding = 1e-6 * torch.maximum(_largest(vectors), _largest(mean))
-        vectors = vectors - mean
-    size = _largest(vectors)
-    vectors = vectors / size  # largest entry one: the squares below neither overflow nor vanish
-    return torch.where(real.unsqueeze(-1) & (size > rounding), nn.functional.normalize(vectors, dim=-1), 0.0)
-
-
-def _largest(vectors: Tensor) -> Tensor:
-    """Largest absolute entry: `[..., width] -> [..., 1]`."""
-    return vectors.abs().amax(dim=-1, keepdim=True)
-
-
 def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None, centered: bool = False) -> Tensor:
     """Sums of the cosine between the outputs of all pairs of layers, and how many positions they run over.
 
@@ -110,23 +86,32 @@ def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None, center
     if len({state.shape for state in states}) > 1:
         raise ValueError(f"layers of different shape cannot be compared: {[tuple(state.shape) for state in states]}")
     flat = [state.detach().flatten(0, -2) for state in states]
-    mask = flat[0].new_ones(flat[0].shape[:1], dtype=torch.bool) if real is None else real.flatten()
-    means = torch.stack([_mean(state, mask) for state in flat]).unsqueeze(1) if centered else None
-    sums = torch.zeros(2, len(flat), len(flat), device=mask.device, dtype=wide_dtype(mask.device))
-    for start in range(0, len(mask), POSITIONS_AT_ONCE):
-        part = slice(start, start + POSITIONS_AT_ONCE)
-        vectors = directions(torch.stack([state[part] for state in flat]), mask[part], means)
-        # A wide product, since a float32 one may run in TF32 (three digits) when the user asked for speed.
-        vectors = vectors.to(sums.dtype)
-        there = vectors.any(dim=-1).to(sums.dtype)
-        sums[0].addmm_(vectors.flatten(1), vectors.flatten(1).T)
-        sums[1].addmm_(there, there.T)
+    mask = flat[0].new_ones(len(flat[0]), dtype=torch.bool) if real is None else real.flatten()
+    mean = torch.zeros(len(flat), 1, flat[0].size(-1), device=mask.device)
+    if centered:
+        mean = sum((part.sum(dim=1, keepdim=True) for part, _ in _parts(flat, mask)), mean) / mask.sum()
+    wide = wide_dtype(mask.device)
+    # A difference to the mean that is smaller has no direction.
+    rounding = 1e-6 * torch.linalg.vector_norm(mean, dim=-1, keepdim=True, dtype=wide)
+    sums = torch.zeros(2, len(flat), len(flat), device=mask.device, dtype=wide)
+    for part, real_part in _parts(flat, mask):
+        vectors = part - mean if centered else part
+        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)  # wide: no square is lost
+        counts = real_part.unsqueeze(-1) & (norms > rounding)
+        units = vectors * torch.where(counts, norms.reciprocal(), 0.0)
+        # The product is wide too, since a float32 one may run in TF32 (three digits) when the user asked for speed.
+        sums[0].addmm_(units.flatten(1), units.flatten(1).T)
+        sums[1].addmm_(counts.squeeze(-1).to(wide), counts.squeeze(-1).to(wide).T)
     return sums
 
 
-def _mean(states: Tensor, real: Tensor) -> Tensor:
-    """Mean over the real positions: `[positions, width], [positions] -> [width]`, float32; NaN if there are none."""
-    return torch.where(real.unsqueeze(-1), states.float(), 0.0).sum(dim=0) / real.sum()
+def _parts(flat: Sequence[Tensor], mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the layers' `[positions, width]` piece by piece as float32 `[layers, piece, width]`, zero at padding."""
+    size = max(1, NUMBERS_AT_ONCE // (len(flat) * flat[0].size(-1)))
+    for start in range(0, len(mask), size):
+        piece = slice(start, start + size)
+        layers = torch.stack([state[piece] for state in flat]).float()
+        yield layers.masked_fill_(~mask[piece].unsqueeze(-1), 0.0), mask[piece]
 
 
 def similarity_matrix(sums: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import WandbLogger
 from torch import Tensor
 from torch.nn.utils import get_total_norm
@@ -117,12 +118,18 @@ class TranslationTask(LightningModule):
     def _parameter_groups(self) -> tuple[list[dict[str, Any]], list[Callable[[int], float]]]:
         """Parameters by schedule and by whether weight decay is for them, and each group's schedule."""
         spared = {id(p) for part in self.model.modules() if isinstance(part, Part) for p in part.parameters()}
-        decoder = self.decoder_stabilizer or self.stabilizer
-        own = {id(p) for p in self.model.decoder.parameters()} if self.decoder_stabilizer else set()
+        everything = [p for p in self.model.parameters() if p.requires_grad]
+        shares = [(self.stabilizer, everything)]
+        if self.decoder_stabilizer is not None:
+            source_side = (self.model.source_embedding, self.model.encoder)
+            first = {id(p) for part in source_side for p in part.parameters()}
+            shares = [
+                (self.stabilizer, [p for p in everything if id(p) in first]),
+                (self.decoder_stabilizer, [p for p in everything if id(p) not in first]),
+            ]
         groups: list[dict[str, Any]] = []
         factors: list[Callable[[int], float]] = []
-        for stabilizer, here in ((self.stabilizer, lambda p: id(p) not in own), (decoder, lambda p: id(p) in own)):
-            parameters = [p for p in self.model.parameters() if p.requires_grad and here(p)]
+        for stabilizer, parameters in shares:
             plain = [p for p in parameters if p.ndim < 2 or id(p) in spared]
             decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
             factor = stabilizer.warmup.at(self.sizes.width).factor
@@ -134,13 +141,14 @@ class TranslationTask(LightningModule):
 
     # ------------------------------------------------------------------ training
 
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor, int]:
         """Summed loss, summed nll, and number of target tokens of a batch."""
         labels = batch.target[:, 1:]
         real = labels != PAD
         hidden = self.model(batch.source, batch.target[:, :-1])
-        loss, nll = smoothed_cross_entropy(self.model.project(hidden[real]), labels[real], self.label_smoothing)
-        return loss, nll, real.sum()
+        labels = labels[real]
+        loss, nll = smoothed_cross_entropy(self.model.project(hidden[real]), labels, self.label_smoothing)
+        return loss, nll, len(labels)
 
     def on_train_start(self) -> None:
         self._tally.restart()
@@ -163,25 +171,24 @@ class TranslationTask(LightningModule):
         return loss * (self.trainer.accumulate_grad_batches / LOSS_UNIT)
 
     def on_after_backward(self) -> None:
-        """After the update's last batch, divide its gradients by its tokens; callbacks then see the true ones."""
+        """After the update's last batch, divide its gradients by its tokens; callbacks then see the true ones.
+
+        An update without tokens has no gradients, so that not even momentum moves a weight; it is counted all the same.
+        """
         if self.trainer.fit_loop._should_accumulate():
             return
-        tokens = self._tally.close()
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(tokens)
+        (tokens,) = self._over_ranks(torch.tensor([self._tally.close()], device=self.device)).tolist()
+        if tokens == 0:
+            self.zero_grad()
+            return
         # Where ranks share the work, DDP has averaged what was to be summed.
-        scale = (LOSS_UNIT * self.trainer.world_size / tokens.clamp(min=1)).float()
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients, LOSS_UNIT * self.trainer.world_size / tokens)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
             return
-        sums = self._tally.since_log.clone()
-        if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(sums)
-        loss, nll, tokens = sums.tolist()
+        loss, nll, tokens = self._over_ranks(self._tally.since_log(self.device)).tolist()
         loss, nll = loss / max(tokens, 1), nll / max(tokens, 1)
         self._tokens_seen += int(tokens)
         self.log_dict({"train/loss": loss, "train/nll": nll}, prog_bar=True)
@@ -209,13 +216,28 @@ class TranslationTask(LightningModule):
             left = get_total_norm([p.grad for p in parameters if p.grad is not None])
             self.log("gradient_norm/total_clipped", left)
 
-    def optimizer_step(self, *arguments: Any, **named: Any) -> None:
-        before = self.trainer.global_step
-        super().optimizer_step(*arguments, **named)
-        update = self.trainer.global_step
-        if update > before:
-            for part in self._moved:
-                part.after_update(update)
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer | LightningOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        def closure() -> Any:
+            loss = optimizer_closure() if optimizer_closure is not None else None
+            # None tells Lightning's gradient scaler, which has no use for an update without gradients, to pass it over.
+            return loss if any(p.grad is not None for p in self.parameters()) else None
+
+        super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        update = self.trainer.global_step + 1  # Lightning counts it when this hook is done
+        for part in self._moved:
+            part.after_update(update)
+
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        """The sums of all ranks added up."""
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return sums
 
     # ------------------------------------------------------------------ evaluation
 
@@ -232,7 +254,7 @@ class TranslationTask(LightningModule):
     def _evaluate(self, batch: Batch, name: str, search: BeamSearch) -> None:
         loss, nll, tokens = self.loss(batch)
         per_token = {f"{name}/loss": loss / tokens, f"{name}/nll": nll / tokens}
-        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=int(tokens), sync_dist=True)
+        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=tokens, sync_dist=True)
         self._translate(batch, search)
 
     def _translate(self, batch: Batch, search: BeamSearch) -> list[str]:
@@ -248,17 +270,19 @@ class TranslationTask(LightningModule):
     def on_validation_epoch_end(self) -> None:
         scores, lines = self.evaluation.finish()
         self.log_dict({f"val/{name}": score for name, score in scores.items()})
+        if self.trainer.sanity_checking:
+            return
         rows = [[*line[:3]] for line in list(lines.values())[: self.samples]]
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger) and rows and self.trainer.is_global_zero:
                 columns = ["source", "reference", "translation"]
-                step = self.trainer.fit_loop.epoch_loop._batches_that_stepped
-                logger.log_table("samples", columns=columns, data=rows, step=step)
+                logger.log_table("samples", columns=columns, data=rows, step=self._logged_step)
 
     def on_test_epoch_end(self) -> None:
         scores, lines = self.evaluation.finish()
         self._write("test", lines, scores)
-        for name, translations in self.trainer.datamodule.baseline_translations().items():
+        data = self.trainer.datamodule
+        for name, translations in (data.baseline_translations() if data is not None else {}).items():
             baseline = CorpusBLEU()
             baseline.update([translations[k] for k in lines], [line.reference for line in lines.values()])
             scores[f"bleu_{name}"] = float(baseline.compute())
@@ -272,7 +296,12 @@ class TranslationTask(LightningModule):
         if self.trainer.is_global_zero:
             origin = {"search": dataclasses.asdict(self.search), "checkpoint": str(self.trainer.ckpt_path or "")}
             folder = Path(self.trainer.default_root_dir) / "translations"
-            self.evaluation.write(folder, name, lines, scores, update=self.trainer.global_step, **origin)
+            self.evaluation.write(folder, name, lines, scores, update=self._logged_step, **origin)
+
+    @property
+    def _logged_step(self) -> int:
+        """Updates so far as Lightning's loggers count them; in evaluation those of the checkpoint."""
+        return self.trainer.fit_loop.epoch_loop._batches_that_stepped
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -287,6 +316,7 @@ class TranslationTask(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.spec()
         checkpoint["tokenizer"] = self.tokenizer.model
+        checkpoint["tokens_seen"] = self._tokens_seen
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse what is not this model's.
@@ -307,6 +337,9 @@ class TranslationTask(LightningModule):
                 f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "
                 f"({self.tokenizer.hash}): set data.given_tokenizer to the checkpoint's before setup"
             )
+        self._tokens_seen = checkpoint["tokens_seen"]
+        # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
@@ -342,25 +375,35 @@ def _from_one(factor: Callable[[int], float]) -> Callable[[int], float]:
 
 
 class _Tally:
-    """Sums of loss, nll and tokens `[3]`: over the batches of an update, and over the updates since the last log."""
+    """Sums over the batches of an update, and over all since the last log."""
 
     def __init__(self) -> None:
-        self.window = torch.zeros(3, dtype=torch.float64)
-        self.since_log = torch.zeros(3, dtype=torch.float64)
+        self.losses = torch.zeros(2, dtype=torch.float64)
+        """Loss and nll since the last log."""
+        self.tokens = 0
+        """Tokens since the last log."""
+        self.window = 0
+        """Tokens of the update."""
         self.clock = time.monotonic()
 
-    def add(self, loss: Tensor, nll: Tensor, tokens: Tensor) -> None:
+    def add(self, loss: Tensor, nll: Tensor, tokens: int) -> None:
         """Take in a batch."""
-        sums = torch.stack([loss.double(), nll.double(), tokens.double()])
-        self.window = self.window.to(sums.device) + sums
+        losses = torch.stack([loss.double(), nll.double()])
+        self.losses = self.losses.to(losses.device) + losses
+        self.tokens += tokens
+        self.window += tokens
 
-    def close(self) -> Tensor:
+    def close(self) -> int:
         """End the update; its number of tokens."""
-        window, self.window = self.window, torch.zeros_like(self.window)
-        self.since_log = self.since_log.to(window.device) + window
-        return window[2].clone()
+        window, self.window = self.window, 0
+        return window
+
+    def since_log(self, device: torch.device) -> Tensor:
+        """Loss, nll and tokens `[3]` since the last log."""
+        return torch.cat([self.losses.to(device), torch.tensor([self.tokens], dtype=torch.float64, device=device)])
 
     def restart(self) -> float:
-        """Forget all updates; seconds since the last time."""
-        self.since_log, before, self.clock = torch.zeros_like(self.since_log), self.clock, time.monotonic()
+        """Forget all batches; seconds since the last time."""
+        self.losses, self.tokens, self.window = torch.zeros_like(self.losses), 0, 0
+        before, self.clock = self.clock, time.monotonic()
         return self.clock - before

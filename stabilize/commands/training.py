@@ -14,6 +14,7 @@ import jsonargparse._typehints
 import lightning.pytorch as lightning
 import torch
 import wandb
+from jsonargparse import ArgumentError
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -23,6 +24,7 @@ from rich.console import Console
 from stabilize import plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressLines
 from stabilize.commands.card import card
+from stabilize.commands.mistakes import mistake
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
 from stabilize.errors import UserError
@@ -30,6 +32,9 @@ from stabilize.task import TranslationTask
 
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 """Environment variable by which the process that starts a run names its folder to the other ranks."""
+
+STRICT = {"exit_on_error": False, "allow_abbrev": False}
+"""For every parser: an error is raised, and a flag is written out."""
 
 
 def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) -> None:
@@ -79,11 +84,16 @@ class Command(LightningCLI):
             save_config_kwargs={"save_to_log_dir": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
+            parser_kwargs=STRICT | dict.fromkeys(self.subcommands(), STRICT),
             args=arguments,
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        self.config = parser.parse_args(args)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            verb, *options = args
+            raise mistake(self._subcommand_parsers[verb], options, error) from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:

@@ -112,6 +112,17 @@ def test_activation_checkpointing_around_layers_changes_nothing(tmp_path: Path, 
     assert got == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
+def test_nothing_is_held_during_backward(tmp_path: Path):
+    callback = measure()
+
+    class Checks(TinyTask):
+        def on_before_backward(self, loss: Tensor) -> None:  # runs after the callback's
+            assert not callback._observed
+            assert hooks(self) == 0
+
+    fit(tmp_path, callback, Checks(), batches(2))
+
+
 def test_other_forwards_are_not_measured(tmp_path: Path):
     class Looks(TinyTask):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

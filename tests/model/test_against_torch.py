@@ -92,9 +92,7 @@ def test_both_stacks_equal_torchs(norm_first: bool, activation: str) -> None:
     assert_equal(memory.states[~padding], expected[~padding], 1e-5)
 
     forbidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
-    expected = decoder(
-        model.target_embedding(target), expected, tgt_mask=forbidden, memory_key_padding_mask=padding
-    )
+    expected = decoder(model.target_embedding(target), expected, tgt_mask=forbidden, memory_key_padding_mask=padding)
     assert_equal(hidden, expected, 1e-5)
 
 

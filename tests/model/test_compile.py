@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,9 @@ from stabilize.model.layer import compiled_run
 from tests.models import SOURCE, TARGET, assert_equal, disturb, every_stabilizer, model_of, sentences
 
 MOST_GRAPHS = 4
+SIZES = (3, 6, 7), (5, 7, 9), (6, 12, 8)
+"""Rows, source and target length. Sizes that happen to be equal in the first batch, to each other or to the number of
+heads or streams, are taken for the same size, and cost a graph more when they part."""
 
 # Dynamo looks at the gradient of every tensor that comes in, and torch warns about those that keep none.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -65,11 +69,12 @@ def test_18_layers_a_stack_share_four_graphs(name: str, graphs: Graphs) -> None:
     assert graphs.count <= MOST_GRAPHS
 
 
-@pytest.mark.parametrize("name", ["b2t", "dynamic_hyper_connections", "dlcl", "realformer_mean"])
+@pytest.mark.parametrize("name", ["b2t", "realformer_mean"])
 def test_fifty_lengths_share_four_graphs(name: str, graphs: Graphs) -> None:
     model = compiled(model_of(name, dropout=0.1, attention_dropout=0.1).train())
-    for length in range(2, 52):
-        model(sentences(3, length), sentences(3, 60 - length)).sum().backward()
+    for length in range(5, 55):
+        rows = 3 + length % 7
+        model(sentences(rows, length), sentences(rows, 60 - length))
     assert graphs.count <= MOST_GRAPHS
 
 
@@ -88,19 +93,17 @@ def test_hooks_fire_once_a_layer(checkpointed: bool, graphs: Graphs) -> None:
     assert graphs.count
 
 
-@pytest.mark.parametrize("saved_compiled", [False, True])
-@pytest.mark.parametrize("loaded_compiled", [False, True])
-def test_weights_go_between_compiled_and_plain(saved_compiled: bool, loaded_compiled: bool, graphs: Graphs) -> None:
-    saved, loaded = model_of("dynamic_hyper_connections"), model_of("dynamic_hyper_connections")
-    disturb(saved)
-    names = [name for name, _ in saved.named_modules()]
-    expected = saved(SOURCE, TARGET)
-    for model, asked in ((saved, saved_compiled), (loaded, loaded_compiled)):
-        if asked:
-            compiled(model)(SOURCE, TARGET)
-    loaded.load_state_dict(saved.state_dict(), strict=True)
-    assert_equal(loaded(SOURCE, TARGET), expected)
-    assert [name for name, _ in saved.named_modules()] == names
+def test_weights_go_between_compiled_and_plain(graphs: Graphs) -> None:
+    plain, other = model_of("b2t"), compiled(model_of("b2t"))
+    keys, modules = list(plain.state_dict()), [name for name, _ in plain.named_modules()]
+    for saved, loaded in itertools.product((plain, other), (model_of("b2t"), compiled(model_of("b2t")))):
+        disturb(saved)
+        expected = saved(SOURCE, TARGET)
+        loaded.load_state_dict(saved.state_dict(), strict=True)
+        assert_equal(loaded(SOURCE, TARGET), expected)
+        assert list(loaded.state_dict()) == keys
+        assert [name for name, _ in loaded.named_modules()] == modules
+    assert graphs.count
 
 
 def test_a_copy_of_a_compiled_model_runs_on_its_own_weights(graphs: Graphs) -> None:

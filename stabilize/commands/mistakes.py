@@ -1,0 +1,333 @@
+"""What is wrong with a command line or the files it names, in the user's words.
+
+jsonargparse's own message tells which of its attempts failed. Here the words are read once more, in their order, and
+at every key the parser is asked which names, classes and types it knows; the first word that is none of them is the
+mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse._typehints import ActionTypeHint
+
+from stabilize import plugins
+from stabilize.errors import UserError
+
+CONFIG = ("-c", "--config")
+SPEC = ("class_path", "init_args", "dict_kwargs")
+"""The keys by which YAML chooses a class and gives it arguments."""
+EMPTY = inspect.Parameter.empty
+
+
+def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> UserError:
+    """The first mistake in `words`, options that `parser` refused with `error`; that itself where none is found."""
+    try:
+        _Reading(parser).read(words)
+    except UserError as found:
+        return found
+    return UserError(" ".join(str(error).split()))
+
+
+def read_yaml(path: str) -> Any:
+    """The content of a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or is no YAML.
+    """
+    try:
+        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        beside = [str(other) for other in Path(path).parent.glob("*.y*ml")]
+        raise UserError(f"the config {path} cannot be read: {error.strerror}{_nearest(path, beside)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the config {path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
+        place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else path
+        tab = "; YAML indents with spaces, never with a tab" if r"'\t'" in problem else ""
+        raise UserError(f"{place} is no YAML: {problem}{tab}") from error
+
+
+class _Key(NamedTuple):
+    """What the parser knows of a key."""
+
+    type: Any
+    default: Any
+
+
+class _Choice(NamedTuple):
+    """The class chosen at a key, and the parser of its arguments."""
+
+    owner: type
+    parser: ArgumentParser
+
+
+class _Reading:
+    """One reading of the words; remembers which keys were given, and which class was chosen at which of them."""
+
+    def __init__(self, parser: ArgumentParser) -> None:
+        self.parser = parser
+        self.given: set[str] = set()
+        self.chosen: dict[str, _Choice] = {}
+        self.source = ""
+
+    def read(self, words: Sequence[str]) -> None:
+        """Stop at the first mistake in `words`.
+
+        Raises:
+            UserError: the mistake.
+        """
+        for option, value in _options(words):
+            if option in CONFIG:
+                tree = read_yaml(value)
+                self.source = f" (in {value})"
+                if not isinstance(tree, dict | None):
+                    raise UserError(f"the config {value} has no keys, but is {_shown(tree)}")
+                self._keys(self.parser, "", _nested(tree or {}))
+            elif not option.endswith(".help"):
+                self.source = ""
+                self._keys(self.parser, "", _nested({option.lstrip("-"): value}))
+        for key, (owner, parser) in self.chosen.items():
+            parameters = inspect.signature(owner).parameters
+            needed = [name for name in _keys_of(parser) if name in parameters and parameters[name].default is EMPTY]
+            missing = [f"{key}.{name}" for name in needed if f"{key}.{name}" not in self.given]
+            if missing:
+                raise UserError(f"{owner.__name__} cannot do without {' and '.join(missing)}")
+
+    def _keys(self, parser: ArgumentParser, prefix: str, tree: dict[str, Any], group: str = "") -> None:
+        """Check what is given below `group` of `parser`, whose own keys stand at `prefix`."""
+        known = _keys_of(parser)
+        for name, value in tree.items():
+            inner = group + name.removesuffix("+")
+            key = prefix + inner
+            if inner in known:
+                self.given.add(key)
+                self._value(key, *known[inner], [value] if name.endswith("+") else value)
+            elif not any(other.startswith(f"{inner}.") for other in known):
+                self._stop(key, value, self._advice(prefix, group, inner, known))
+            elif value is not None:
+                content = read_yaml(value) if _is_file(value) else value
+                if not isinstance(content, dict):
+                    self._stop(key, value, f"this is a group of keys{_nearest('', self._siblings(prefix, f'{inner}.', known))}")
+                self._keys(parser, prefix, _nested(content), f"{inner}.")
+
+    def _value(self, key: str, kind: Any, default: Any, value: Any) -> None:
+        """Check what is given for `key`, which takes values of type `kind`."""
+        bases = _bases(kind)
+        if bases and isinstance(value, list):
+            for place, item in enumerate(value):
+                self._value(f"{key}[{place}]", kind, None, item)
+        elif bases and isinstance(value, dict):
+            self._class_and_arguments(key, kind, default, value)
+        elif bases and _is_file(value):
+            self._value(key, kind, default, read_yaml(value))
+        elif bases and isinstance(value, str) and not _fits(kind, value):
+            self._choose(key, kind, value)
+        elif not _fits(kind, value):
+            self._stop(key, value, _expected(kind, value))
+        elif bases and isinstance(value, str):
+            found = self._find(key, bases, value)
+            if found:
+                self.chosen[key] = _Choice(found, _parser_of(found, kind))
+
+    def _class_and_arguments(self, key: str, kind: Any, default: Any, value: dict[str, Any]) -> None:
+        """Check a class with its arguments, or arguments for the class that is chosen already."""
+        if "class_path" in value:
+            self._choose(key, kind, value["class_path"])
+        elif key not in self.chosen:
+            owner = _class_of(default) or _bases(kind)[0]
+            self.chosen[key] = _Choice(owner, _parser_of(owner, kind))
+        owner, parser = self.chosen[key]
+        arguments = value
+        if not value.keys().isdisjoint(SPEC):
+            for name in value.keys() - set(SPEC):
+                self._stop(f"{key}.{name}", value[name], f"beside {' and '.join(SPEC[:2])} it has no place")
+            arguments = value.get("init_args") or {}
+        if not isinstance(arguments, dict):
+            self._stop(f"{key}.init_args", arguments, f"the arguments of {owner.__name__} by name would do")
+        self._keys(parser, f"{key}.", _nested(arguments))
+
+    def _choose(self, key: str, kind: Any, name: Any) -> None:
+        """Remember the class that `name` means."""
+        bases = _bases(kind)
+        found = self._find(key, bases, str(name))
+        if found is None:
+            kinds = " or ".join(base.__name__ for base in bases)
+            cause = plugins.cause_of_absence(str(name))
+            if cause is not None:
+                self._stop(key, name, f"the plug-in that brings this {kinds} is broken, {plugins.describe(cause)}")
+            names = [known.__name__ for base in bases for known in _subclasses(base)]
+            self._stop(key, name, f"no {kinds} is called so{_nearest(str(name), names)}")
+        self.chosen[key] = _Choice(found, _parser_of(found, kind))
+
+    def _find(self, key: str, bases: list[type], name: str) -> type | None:
+        """The subclass of `bases` called `name`, bare or with its module before it."""
+        module, _, bare = name.rpartition(".")
+        if not module:
+            return next((known for base in bases for known in _subclasses(base) if known.__name__ == bare), None)
+        try:
+            found = getattr(importlib.import_module(module), bare, None)
+        except Exception as cause:  # a foreign module may raise anything
+            if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):
+                return None
+            self._stop(key, name, f"{module} cannot be imported, {plugins.describe(cause)}")
+        return found if isinstance(found, type) and issubclass(found, tuple(bases)) else None
+
+    def _advice(self, prefix: str, group: str, inner: str, known: dict[str, _Key]) -> str:
+        """What could be meant by `inner`, which is not among the keys `known` of the parser at `prefix`."""
+        name = inner.removeprefix(group)
+        siblings = self._siblings(prefix, group, known)
+        near = _nearest(name, [*siblings, *(f"{prefix}{word}" for word in SPEC if prefix)], few=0)
+        if near:
+            return f"there is no such key{near}"
+        if not prefix:
+            elsewhere = [other for other in self._everywhere() if f".{other}".endswith(f".{inner}")]
+            return f"there is no such key at this level{_nearest(name, elsewhere or siblings)}"
+        owner = self.chosen[prefix.removesuffix(".")].owner
+        relatives = {other: None for base in owner.__mro__[1:-1] for other in _subclasses(base)}
+        takers = [other.__name__ for other in relatives if name in inspect.signature(other).parameters]
+        others = f", but {' and '.join(takers[:5])} has" if takers else ""
+        return f"{owner.__name__} has no such argument{others}{_nearest(name, siblings)}"
+
+    @staticmethod
+    def _siblings(prefix: str, group: str, known: dict[str, _Key]) -> list[str]:
+        """The keys and groups right below `group`."""
+        below = [other.removeprefix(group) for other in _with_groups(known) if other.startswith(group)]
+        return [prefix + group + other for other in below if "." not in other]
+
+    def _everywhere(self) -> Iterator[str]:
+        """Every key of the command, with the arguments of the classes chosen so far."""
+        known = _keys_of(self.parser)
+        yield from _with_groups(known)
+        for key, (kind, default) in known.items():
+            owner = _class_of(default)
+            if key in self.chosen or owner is not None:
+                parser = self.chosen[key].parser if key in self.chosen else _parser_of(owner, kind)
+                yield from (f"{key}.{name}" for name in _keys_of(parser))
+
+    def _stop(self, key: str, value: Any, why: str) -> NoReturn:
+        raise UserError(f"{key} is {_shown(value)}{self.source}: {why}")
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The options of a command line with their values."""
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option.startswith("-") and not option.startswith("--print_"):
+            yield option, value if equals else next(rest, "")
+
+
+def _is_file(value: Any) -> bool:
+    """Whether `value` names a YAML file that holds what belongs in its place."""
+    return isinstance(value, str) and value.endswith((".yaml", ".yml"))
+
+
+def _nested(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with its dotted keys as groups within groups."""
+    nested: dict[str, Any] = {}
+    for key, value in tree.items():
+        first, _, rest = str(key).partition(".")
+        nested[first] = {**nested.get(first, {}), **_nested({rest: value})} if rest else value
+    return nested
+
+
+def _keys_of(parser: ArgumentParser) -> dict[str, _Key]:
+    """The keys of `parser` that take a value, groups as dots."""
+    return {a.dest: _Key(a._typehint, a.default) for a in parser._actions if isinstance(a, ActionTypeHint)}
+
+
+def _with_groups(keys: Iterable[str]) -> list[str]:
+    """`keys` and the groups they are in."""
+    parts = [key.split(".") for key in keys]
+    return list(dict.fromkeys(".".join(part[: depth + 1]) for part in parts for depth in range(len(part))))
+
+
+def _parser_of(owner: type, kind: Any) -> ArgumentParser:
+    """A parser of the arguments of `owner`, without those that a callable of type `kind` gets later."""
+    parser = ArgumentParser(exit_on_error=False)
+    later = len(typing.get_args(kind)[0]) if typing.get_origin(kind) is Callable else 0
+    parser.add_class_arguments(owner, skip={later} if later else set(), fail_untyped=False)
+    return parser
+
+
+def _bases(kind: Any) -> list[type]:
+    """The classes whose subclasses a value of type `kind` can name."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Callable:
+        return _bases(parts[-1])
+    if origin is not None:
+        return [] if origin in (Literal, tuple) else list(dict.fromkeys(base for part in parts for base in _bases(part)))
+    plain = not isinstance(kind, type) or kind.__module__ in ("builtins", "datetime", "pathlib")
+    return [] if plain else [kind]
+
+
+def _subclasses(base: type) -> list[type]:
+    """`base` and what descends from it, as far as it is imported, without what nobody can make."""
+    found = [] if inspect.isabstract(base) or base.__name__.startswith("_") else [base]
+    return list(dict.fromkeys(found + [deeper for child in base.__subclasses__() for deeper in _subclasses(child)]))
+
+
+def _class_of(default: Any) -> type | None:
+    """The class that a default chooses, if it does."""
+    if not isinstance(default, dict | Namespace) or "class_path" not in default:
+        return None
+    module, _, name = default["class_path"].rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    """Whether `value` is of type `kind`."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=kind)
+    try:
+        parser.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    return True
+
+
+def _expected(kind: Any, value: Any) -> str:
+    """What would do where `value` does not."""
+    names = dict.fromkeys(_names(kind))
+    return f"expected {' or '.join(names)}{_nearest(str(value), names, few=0)}"
+
+
+def _names(kind: Any) -> Iterator[str]:
+    """The types and values that `kind` allows."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        yield from (str(part) for part in parts)
+    elif origin in (typing.Union, types.UnionType):
+        for part in parts:
+            yield from _names(part)
+    elif kind is type(None):
+        yield "null"
+    else:
+        yield str(kind) if origin else kind.__name__
+
+
+def _nearest(name: str, names: Iterable[str], few: int = 16) -> str:
+    """Which of `names` could be meant by `name`; all of them where none is like it and they are few."""
+    last = {other: other.rpartition(".")[2].lower() for other in names}
+    alike = difflib.get_close_matches(name.rpartition(".")[2].lower(), set(last.values()))
+    near = [other for like in alike for other in last if last[other] == like]
+    if near:
+        return f"; nearest: {', '.join(near[:5])}"
+    return f"; there are: {', '.join(last)}" if 0 < len(last) <= few else ""
+
+
+def _shown(value: Any) -> str:
+    """`value` as YAML on one line, cut where it is long."""
+    text = value if isinstance(value, str) and value else yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return text if len(text) <= 60 else f"{text[:57]}..."
