@@ -118,7 +118,8 @@ class _Reading:
             elif value is not None:
                 content = read_yaml(value) if _is_file(value) else value
                 if not isinstance(content, dict):
-                    self._stop(key, value, f"this is a group of keys{_nearest('', self._siblings(prefix, f'{inner}.', known))}")
+                    below = _nearest("", self._siblings(prefix, f"{inner}.", known))
+                    self._stop(key, value, f"this is a group of keys{below}")
                 self._keys(parser, prefix, _nested(content), f"{inner}.")
 
     def _value(self, key: str, kind: Any, default: Any, value: Any) -> None:
@@ -267,7 +268,8 @@ def _bases(kind: Any) -> list[type]:
     if origin is Callable:
         return _bases(parts[-1])
     if origin is not None:
-        return [] if origin in (Literal, tuple) else list(dict.fromkeys(base for part in parts for base in _bases(part)))
+        inner = () if origin in (Literal, tuple) else parts
+        return list(dict.fromkeys(base for part in inner for base in _bases(part)))
     plain = not isinstance(kind, type) or kind.__module__ in ("builtins", "datetime", "pathlib")
     return [] if plain else [kind]
 
@@ -329,5 +331,7 @@ def _nearest(name: str, names: Iterable[str], few: int = 16) -> str:
 
 def _shown(value: Any) -> str:
     """`value` as YAML on one line, cut where it is long."""
-    text = value if isinstance(value, str) and value else yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    if isinstance(value, str) and value:
+        text = " ".join(value.split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
-from stabilize import plugins
+from stabilize import kernels, plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressLines
 from stabilize.commands.card import card
 from stabilize.commands.mistakes import mistake
@@ -33,8 +36,22 @@ from stabilize.task import TranslationTask
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 """Environment variable by which the process that starts a run names its folder to the other ranks."""
 
+NOISE = (
+    r"Experiment logs directory .* exists and is not empty",  # its own run folder, which other parts fill too
+    r".*does not have many workers",  # batches are made faster than a model reads them
+    r"The number of training batches .* is smaller than the logging interval",
+    r"`ModelCheckpoint\(monitor=.*\)` could not find the monitored key",  # no validation yet; the last weights are kept
+    r"The dirpath has changed from",  # each run has its own folder; what it goes on from stays where it is
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
+)
+"""Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
+
 STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For every parser: an error is raised, and a flag is written out."""
+
+
+OPTIMIZER = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-9}}
+"""The default of TranslationTask once more: jsonargparse reads a function's arguments only where they are constants."""
 
 
 def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) -> None:
@@ -50,8 +67,17 @@ def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) 
 class Trainer(lightning.Trainer):
     """Lightning's trainer, with a verb more."""
 
-    def explain(self, model: TranslationTask, datamodule: LightningDataModule | None = None) -> None:
-        """Print what a config's stabiliser is and does, without training."""
+    def explain(
+        self,
+        model: TranslationTask,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> None:
+        """Print what a config's stabiliser is and does, without training.
+
+        Args:
+            ckpt_path: a checkpoint that the config must fit.
+        """
         vocabulary = getattr(datamodule, "vocabulary", 1)
         parts = (model.sizes, model.stabilizer, model.decoder_stabilizer)
         Console().print(card(*parts, str(self.precision), vocabulary))
@@ -63,7 +89,11 @@ class RunConfig(SaveConfigCallback):
     def save_config(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=False)
+        config = self.config.clone()
+        for key in ("weights_only", "verbose", "return_predictions"):  # some verbs have them, others would refuse them
+            if key in config and config[key] == self.parser.get_default(key):
+                del config[key]
+        self.parser.save(config, folder / "config.yaml", skip_none=False, skip_validation=True, overwrite=False)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({**pl_module.spec(), "signatures": pl_module.evaluation.signatures})
@@ -101,6 +131,7 @@ class Command(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.set_defaults({"data": {"class_path": "SyntheticCorpus"}})
+        parser.set_defaults({"model.optimizer": OPTIMIZER})
         parser.add_argument(
             "--test_after_fit", type=bool, default=False, help="test the final weights when fit is done."
         )
@@ -119,7 +150,7 @@ class Command(LightningCLI):
         folder = run_folder(Path(given.get("default_root_dir") or "runs"))
         kwargs |= {"default_root_dir": str(folder)}
         if given.get("logger") in (None, True):
-            kwargs["logger"] = [CSVLogger(folder, name="", version=""), weights_and_biases(folder)]
+            kwargs["logger"] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1), weights_and_biases(folder)]
         if given.get("enable_progress_bar") is None and not sys.stdout.isatty():
             kwargs["enable_progress_bar"] = False
         trainer = super().instantiate_trainer(**kwargs)
@@ -132,11 +163,18 @@ class Command(LightningCLI):
         bar = RichProgressBar() if config.get("enable_progress_bar") is not False else ProgressLines()
         return super()._instantiate_trainer(config, [*callbacks, bar])
 
+    def _parse_ckpt_path(self) -> None:
+        """Lightning would let a checkpoint's arguments win over the command line; here they have to agree."""
+
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config_init, "ckpt_path")
-        if path is not None and Path(path).is_file():
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-            self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
+        if path is not None:
+            saved = load_checkpoint(Path(path))
+            self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
+            self.model.trainer = self.trainer
+            self.model.on_load_checkpoint(saved)  # now, so that a difference is told before any text is read
+        elif self.subcommand not in ("fit", "explain"):
+            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{_such_as_checkpoints()}")
 
     def before_fit(self) -> None:
         if self.trainer.is_global_zero:
@@ -177,6 +215,30 @@ def run_folder(root: Path) -> Path:
     return folder
 
 
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """A checkpoint of `TranslationTask`, read without running code of whoever wrote it.
+
+    Raises:
+        UserError: there is none, or it is damaged or something else.
+    """
+    if not path.is_file():
+        raise UserError(f"ckpt_path is {path}, but there is no such file{_such_as_checkpoints()}")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
+        saved = None
+    if not isinstance(saved, dict) or not {"task", "tokenizer", "state_dict"} <= saved.keys():
+        raise UserError(f"ckpt_path is {path}, which is damaged or no checkpoint of stabilize{_such_as_checkpoints()}")
+    return saved
+
+
+def _such_as_checkpoints() -> str:
+    """The newest checkpoint below ./runs, as an advice."""
+    found = max(Path("runs").glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+    return f"; the newest is {found}" if found else "; a run has its own in runs/<run id>/checkpoints"
+
+
 def weights_and_biases(folder: Path) -> Logger:
     """A run in `folder`/wandb: online for who is logged in or asks by WANDB_MODE, else offline; never a question."""
     known = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
@@ -198,11 +260,21 @@ def run(arguments: list[str]) -> int:
     """Carry out a verb of LightningCLI."""
     assert hasattr(jsonargparse._typehints, "discard_init_args_on_class_path_change")
     jsonargparse._typehints.discard_init_args_on_class_path_change = keep_no_arguments_of_another_class
+    kernels.keep_freed_memory()
     for group in plugins.GROUPS:
         plugins.load(group)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
+    for message in NOISE:
+        warnings.filterwarnings("ignore", message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     try:
         Command(arguments)
+    except SIGTERMException:
+        return 128 + signal.SIGTERM
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
+            raise KeyboardInterrupt from end
+        raise
     finally:
         if wandb.run is not None:
             wandb.finish()

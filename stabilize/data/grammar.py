@@ -119,7 +119,7 @@ def sentence(random: Random) -> tuple[str, str]:
     """Draw an English sentence and its German translation."""
     english, german = random.choices(
         [_plain, _fronted, _with_relative, _with_that, _with_conjunction, _after_conjunction, _coordinated],
-        weights=[36, 24, 10, 14, 7, 6, 3],
+        weights=[42, 28, 8, 12, 4, 4, 2],
     )[0](random)
     return _finish(english), _finish(german)
 
@@ -179,7 +179,7 @@ def _clause(random: Random, *, subject: NounPhrase | None = None, timed: bool = 
         weights=[20, 24, 8, 12, 12, 14, 10],
     )[0]
     predicate, tail, early, late = pattern(random, subject.plural)
-    time, zeit = random.choice(lexicon.TIMES) if timed and random.random() < 0.25 else ("", "")
+    time, zeit = random.choice(lexicon.TIMES) if timed and random.random() < 0.2 else ("", "")
     return Clause(subject, predicate, _join(tail, time), _join(early, zeit, late))
 
 
@@ -311,7 +311,7 @@ def _noun_phrase(random: Random, noun: Noun) -> NounPhrase:
     determiner = random.choice(["the", "the", "my", "this"] + (["", "two"] if plural else ["a", "a", "every"]))
     living = noun in lexicon.PEOPLE or noun in lexicon.ANIMALS
     adjectives = lexicon.PERSON_ADJECTIVES if living else lexicon.THING_ADJECTIVES
-    adjective = random.choice(adjectives) if random.random() < 0.3 else None
+    adjective = random.choice(adjectives) if random.random() < 0.25 else None
     return noun_phrase(noun, determiner, adjective, plural=plural)
 
 

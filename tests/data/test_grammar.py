@@ -141,34 +141,34 @@ def test_plural_verbs() -> None:
 
 # Sentences that the generator draws from seed 0, with the translation of a person.
 SENTENCES = """
-Today my man finds my key.
-    Heute findet mein Mann meinen Schlüssel.
+Now she wants to go into the big city.
+    Jetzt will sie in die große Stadt gehen.
 They can paint a wood chair.
     Sie können einen Holzstuhl malen.
 He picks this picture up at night.
     Er hebt nachts dieses Bild auf.
-Today a young girl calls a woman up.
-    Heute ruft ein junges Mädchen eine Frau an.
+A big neighbour goes to the city.
+    Ein großer Nachbar geht zur Stadt.
 In the evening the children thank the neighbour.
     Am Abend danken die Kinder dem Nachbarn.
-Every day a teacher has visited the young doctor.
-    Jeden Tag hat ein Lehrer den jungen Arzt besucht.
+This bird has given the woman the hat.
+    Dieser Vogel hat der Frau den Hut gegeben.
+The bird shows us this book now.
+    Der Vogel zeigt uns jetzt dieses Buch.
 Today the tired dog has got up in a kitchen.
     Heute ist der müde Hund in einer Küche aufgestanden.
-The king has said that we have picked this big letter up.
-    Der König hat gesagt, dass wir diesen großen Brief aufgehoben haben.
-We carry the cup before every neighbour sees this bird.
-    Wir tragen die Tasse, bevor jeder Nachbar diesen Vogel sieht.
+My bird has said that a horse must run through a forest.
+    Mein Vogel hat gesagt, dass ein Pferd durch einen Wald laufen muss.
+Every young neighbour has got up behind a park before he has followed a boy.
+    Jeder junge Nachbar ist hinter einem Park aufgestanden, bevor er einem Jungen gefolgt ist.
 Although he invites them, the young teachers can go into a red house.
     Obwohl er sie einlädt, können die jungen Lehrer in ein rotes Haus gehen.
-Every aunt has looked for a good boy whom we want to invite.
-    Jede Tante hat einen guten Jungen, den wir einladen wollen, gesucht.
-This horse has seen my boys who want to show these horses the garden bag.
-    Dieses Pferd hat meine Jungen, die diesen Pferden die Gartentasche zeigen wollen, gesehen.
-The teachers whom two small boys have visited have looked for the big doctor often.
-    Die Lehrer, die zwei kleine Jungen besucht haben, haben oft den großen Arzt gesucht.
-He helps girls and these women work in my park.
-    Er hilft Mädchen und diese Frauen arbeiten in meinem Park.
+This good girl whom every bird looks for has helped the cat.
+    Dieses gute Mädchen, das jeder Vogel sucht, hat der Katze geholfen.
+He has seen my good dogs that find my wood table with the aunt.
+    Er hat meine guten Hunde, die meinen Holztisch mit der Tante finden, gesehen.
+A man visits this boy and we go out of the forest.
+    Ein Mann besucht diesen Jungen und wir gehen aus dem Wald.
 """
 
 

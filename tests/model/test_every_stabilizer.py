@@ -1,4 +1,4 @@
-"""What has to hold for every stabiliser: it trains, decodes with a cache, ignores padding, checkpoints, copies, loads."""
+"""What holds for every stabiliser: it trains, decodes with a cache, ignores padding, checkpoints, copies, loads."""
 
 from __future__ import annotations
 

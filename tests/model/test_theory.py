@@ -1,4 +1,4 @@
-"""Gradients at initialisation, against what the papers derive: the same recipe, only the depth or the method changes."""
+"""Gradients at initialisation, against what the papers derive: one recipe, only depth or method changes."""
 
 from __future__ import annotations
 

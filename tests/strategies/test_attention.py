@@ -54,7 +54,7 @@ def layer_norm(x: Tensor, norm: nn.Module) -> Tensor:
 @pytest.mark.parametrize("running_mean", [False, True])
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_realformer_adds_the_logits_of_all_layers_below(side: str, running_mean: bool) -> None:
-    """S_l = q k^T / sqrt(d_h) + S_(l-1), handed on unmasked and whole; softmax(S_l) or, as a running mean, of S_l / l."""
+    """S_l = q k^T / sqrt(d_h) + S_(l-1), handed on unmasked and whole; softmax(S_l), or softmax(S_l / l)."""
     layers, seen = layers_of("realformer_mean" if running_mean else "realformer", side), context(side)
     stream, carry = torch.randn(2, LENGTH, WIDTH), {}
     x, sums = stream, [torch.zeros(())] * 2

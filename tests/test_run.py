@@ -1,0 +1,275 @@
+"""Whole runs through the command, and what they leave: scores, files, every metric under its name."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import sacrebleu
+import torch
+import yaml
+
+from stabilize.cli import main
+from stabilize.task import TranslationTask
+from tests import wandb_file
+from tests.tasks import ENGLISH, GERMAN, rows
+
+pytestmark = pytest.mark.filterwarnings("ignore:\\s*skip_none parameter was deprecated")
+
+BLANK = 2
+"""The test line without a source."""
+
+MODEL = """
+    --model.stabilizer.placement B2T --model.stabilizer.warmup NoWarmup --model.decoder_stabilizer.placement PostNorm
+    --model.decoder_stabilizer.warmup NoWarmup --model.decoder_stabilizer.epsilon.value 1e-4
+    --model.encoder_layers 2 --model.decoder_layers 2 --model.width 16 --model.heads 2 --model.hidden 32
+    --model.dropout 0
+"""
+TRAINING = """
+    --model.optimizer torch.optim.Adam --model.optimizer.lr 0.01 --model.clipping GlobalNorm
+    --trainer.max_steps 120 --trainer.log_every_n_steps 10 --trainer.val_check_interval 60
+    --trainer.check_val_every_n_epoch null --gradient_ratio.every 20 --gradient_ratio.activations true
+    --layer_similarity.every 30 --test_after_fit true --data.baselines true
+"""
+
+
+class Text(NamedTuple):
+    """A corpus in files: what is learnt is also what is asked, so that a small model has a score to be compared."""
+
+    folder: Path
+
+    @property
+    def flags(self) -> list[str]:
+        folder = self.folder
+        paths = [f"--data.{split}={folder}/{split}.{{lang}}" for split in ("train", "validation", "test")]
+        return ["--data", "ParallelText", *paths, "--data.vocabulary=60", "--data.batch_tokens=200"]
+
+    @property
+    def reference(self) -> Path:
+        return self.folder / "test.de"
+
+
+def stabilize(verb: str, where: Path, *flags: str) -> Path:
+    """Run the command; the folder of the run."""
+    common = ["--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(where), *shlex.split(MODEL)]
+    assert main([verb, *common, *flags, "--debug"]) == 0
+    (folder,) = where.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    folder = tmp_path_factory.mktemp("text")
+    blank = list(ENGLISH)
+    blank[BLANK] = ""
+    for split, sources in (("train", ENGLISH), ("validation", ENGLISH), ("test", blank)):
+        for language, lines in (("en", sources), ("de", GERMAN)):
+            (folder / f"{split}.{language}").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return Text(folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, text: Text) -> Path:
+    """The folder of a run that was trained, checked twice and tested."""
+    return stabilize("fit", tmp_path_factory.mktemp("runs"), *text.flags, *shlex.split(TRAINING))
+
+
+# ---------------------------------------------------------------------- scores
+
+
+def sacrebleu_command(translations: Path, reference: Path) -> dict[str, dict[str, Any]]:
+    """What the `sacrebleu` command says of two files, by metric."""
+    command = [sys.executable, "-m", "sacrebleu", str(reference), "-i", str(translations), "-m", "bleu", "chrf"]
+    said = subprocess.run([*command, "-w", "6"], capture_output=True, text=True, check=True).stdout
+    return {score["name"].lower().rstrip("2"): score for score in json.loads(said)}
+
+
+def test_the_scores_are_those_of_the_sacrebleu_command(run: Path, text: Text) -> None:
+    said = sacrebleu_command(run / "translations" / "test.txt", text.reference)
+    (logged,) = (row for row in rows(run) if "test/bleu" in row)
+    written = json.loads((run / "translations" / "test.json").read_text())
+    for name in ("bleu", "chrf"):
+        assert logged[f"test/{name}"] == pytest.approx(said[name]["score"], abs=1e-4)
+        assert written["scores"][name] == pytest.approx(said[name]["score"], abs=1e-4)
+        assert dict(part.split(":") for part in written["signatures"][name].split("|")) == dict(
+            part.split(":") for part in said[name]["signature"].split("|")
+        )
+    assert logged["test/bleu"] > 40, "a model that has not learnt its six sentences says little about the score"
+    assert logged["test/bleu"] < 100
+
+
+def test_translations_stand_line_for_line(run: Path) -> None:
+    lines = (run / "translations" / "test.txt").read_text(encoding="utf-8").split("\n")
+    assert lines.pop() == ""
+    assert len(lines) == len(ENGLISH)
+    assert lines[BLANK] == ""
+    right = sum(line == reference for line, reference in zip(lines, GERMAN, strict=True))
+    assert right >= 4
+    assert not any(mark in line for line in lines for mark in ("▁", "<s>", "</s>", "<unk>", "<pad>"))
+
+
+def test_a_score_comes_with_its_provenance(run: Path) -> None:
+    facts = json.loads((run / "translations" / "test.json").read_text())
+    assert facts["sacrebleu"] == sacrebleu.__version__
+    assert facts["lines"] == len(ENGLISH)
+    assert facts["empty"] == 1
+    assert facts["update"] == 120
+    assert facts["search"]["beam"] == 5
+    assert set(facts["scores"]) == {"bleu", "chrf", "bleu_word_by_word", "bleu_nearest_neighbour"}
+
+
+# ---------------------------------------------------------------------- metrics
+
+STACKS, BOTH = ("encoder", "decoder"), ("layer_001", "layer_002")
+METRICS = {
+    *(f"train/{name}" for name in ("loss", "nll", "perplexity", "tokens", "tokens_per_second")),
+    "lr",
+    *(f"gradient_norm/{stack}/{layer}" for stack in STACKS for layer in BOTH),
+    "gradient_norm/total",
+    "gradient_norm/total_clipped",
+    *(
+        f"{kind}gradient_ratio/{stack}/{name}"
+        for kind in ("", "activation_")
+        for stack in STACKS
+        for name in ("layer_001", "first_to_last")
+    ),
+    *(
+        f"layer_similarity{kind}/{stack}/{name}"
+        for kind in ("", "_centered")
+        for stack in STACKS
+        for name in ("layer_001", "mean")
+    ),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "nll", "bleu", "chrf")),
+    "test/bleu_word_by_word",
+    "test/bleu_nearest_neighbour",
+}
+
+
+def test_every_metric_has_the_name_that_was_promised(run: Path) -> None:
+    with (run / "metrics.csv").open(newline="") as file:
+        assert set(next(csv.reader(file))) == METRICS | {"epoch", "step"}
+
+
+def test_the_steps_are_updates_and_never_go_back(run: Path) -> None:
+    steps = [row["step"] for row in rows(run)]
+    assert steps == sorted(steps)
+    of = {key: [row["step"] for row in rows(run) if key in row] for key in METRICS}
+    assert of["train/loss"] == of["lr"] == list(range(9, 120, 10))
+    assert of["gradient_ratio/decoder/first_to_last"] == of["gradient_norm/total"] == list(range(19, 120, 20))
+    assert of["layer_similarity/encoder/mean"] == list(range(29, 120, 30))
+    assert of["val/bleu"] == of["val/nll"] == [59, 119]
+    assert of["test/bleu"] == [120]
+
+
+def test_weights_and_biases_has_every_number_that_the_table_has(run: Path) -> None:
+    """And in the same order: nothing was dropped for coming late."""
+    logged = wandb_file.history(run)
+    internal = [row["_step"] for row in logged]
+    assert internal == list(range(len(logged)))
+    steps = [row["trainer/global_step"] for row in logged]
+    assert steps == sorted(steps)
+    for key in METRICS:
+        expected = [(row["step"], row[key]) for row in rows(run) if key in row]
+        found = [(row["trainer/global_step"], row[key]) for row in logged if key in row]
+        assert found == pytest.approx(expected), key
+        assert all(math.isfinite(value) for _, value in found), key
+
+
+def test_weights_and_biases_knows_the_stabilizers_and_the_signature(run: Path) -> None:
+    config = wandb_file.config(run)
+    assert config["stabilizer"]["placement"]["class_path"].endswith(".B2T")
+    assert config["stabilizer"]["epsilon"]["init_args"] == {"value": 1e-5}
+    assert config["decoder_stabilizer"]["placement"]["class_path"].endswith(".PostNorm")
+    assert config["decoder_stabilizer"]["epsilon"]["init_args"] == {"value": 1e-4}
+    assert config["encoder_layers"] == 2
+    assert "tok:13a" in config["signatures"]["bleu"]
+
+
+def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
+    logged = wandb_file.history(run)
+    media = run / "wandb" / "latest-run" / "files"
+    tables = [row["samples"] for row in logged if "samples" in row]
+    assert len(tables) == 2
+    last = json.loads((media / tables[-1]["path"]).read_text())
+    assert last["columns"] == ["source", "reference", "translation"]
+    assert [row[:2] for row in last["data"]] == [list(pair) for pair in zip(ENGLISH, GERMAN, strict=True)][:5]
+    pictures = {
+        f"{kind}_{stack}"
+        for kind in (
+            "gradient_ratio",
+            "activation_gradient_ratio",
+            "layer_similarity",
+            "similarity_matrix",
+            "layer_similarity_centered",
+            "similarity_matrix_centered",
+        )
+        for stack in STACKS
+    }
+    assert {path.stem for path in (run / "figures").glob("*.png")} == pictures
+    assert {key.removeprefix("figures/") for row in logged for key in row if key.startswith("figures/")} == pictures
+
+
+# ---------------------------------------------------------------------- the folder, and going on from it
+
+
+def test_the_folder_has_what_was_promised(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert names == {"config.yaml", "checkpoints", "metrics.csv", "figures", "translations", "wandb", "tokenizer.model"}
+    resolved = yaml.safe_load((run / "config.yaml").read_text())
+    assert resolved["model"]["stabilizer"]["placement"]["class_path"].endswith("B2T")
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_a_checkpoint_of_the_command_loads_without_it(run: Path) -> None:
+    path = run / "checkpoints" / "last.ckpt"
+    assert torch.load(path, weights_only=True)["global_step"] == 120
+    task = TranslationTask.load_from_checkpoint(path)
+    assert task.tokenizer.model == (run / "tokenizer.model").read_bytes()
+    found = task.search(task.model, torch.tensor([[*task.tokenizer.encode(ENGLISH[0]), 3]]))
+    written = (run / "translations" / "test.txt").read_text(encoding="utf-8").split("\n")
+    assert task.tokenizer.decode(found[0].ids) == written[0]
+
+
+def test_testing_a_checkpoint_repeats_the_score_at_its_update(run: Path, text: Text, tmp_path: Path) -> None:
+    flags = [*text.flags, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")]
+    tested = stabilize("test", tmp_path / "test", *flags)
+    for name in ("test.txt", "test.json"):
+        there, here = (folder / "translations" / name for folder in (run, tested))
+        if name == "test.txt":
+            assert here.read_text() == there.read_text()
+        else:
+            old, new = json.loads(there.read_text()), json.loads(here.read_text())
+            assert new["update"] == old["update"] == 120
+            assert new["scores"] == {key: old["scores"][key] for key in ("bleu", "chrf")}
+            assert new["checkpoint"] == flags[-1]
+    assert [row["step"] for row in rows(tested)] == [120]
+    assert [row["trainer/global_step"] for row in wandb_file.history(tested)] == [120]
+
+
+def test_prediction_writes_the_translations(run: Path, text: Text, tmp_path: Path) -> None:
+    flags = [*text.flags, "--ckpt_path", str(run / "checkpoints" / "last.ckpt")]
+    folder = stabilize("predict", tmp_path / "predict", *flags, "--trainer.logger", "false")
+    expected = (run / "translations" / "test.txt").read_text()
+    assert (folder / "translations" / "predict.txt").read_text() == expected
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_goes_on_where_another_ended(run: Path, text: Text, tmp_path: Path) -> None:
+    """The numbers follow on, and no step is there twice."""
+    flags = [*text.flags, *shlex.split(TRAINING), "--test_after_fit", "false", "--trainer.max_steps", "130"]
+    flags += ["--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--gradient_ratio.activations", "false"]
+    resumed = stabilize("fit", tmp_path / "resumed", *flags)
+    training = [row for row in rows(resumed) if "train/tokens" in row]
+    assert [row["step"] for row in training] == [129]
+    before = [row["train/tokens"] for row in rows(run) if "train/tokens" in row]
+    assert training[0]["train/tokens"] - before[-1] == pytest.approx(before[-1] - before[-2], rel=0.2)
+    steps = [row["trainer/global_step"] for row in wandb_file.history(resumed)]
+    assert steps == sorted(steps)
+    assert min(steps) >= 120
