@@ -34,7 +34,7 @@ MODEL = """
 """
 TRAINING = """
     --model.optimizer torch.optim.Adam --model.optimizer.lr 0.01 --model.clipping GlobalNorm
-    --trainer.max_steps 120 --trainer.log_every_n_steps 10 --trainer.val_check_interval 60
+    --trainer.max_steps 60 --trainer.log_every_n_steps 10 --trainer.val_check_interval 30
     --trainer.check_val_every_n_epoch null --gradient_ratio.every 20 --gradient_ratio.activations true
     --layer_similarity.every 30 --test_after_fit true --data.baselines true
 """
@@ -120,9 +120,9 @@ def test_a_score_comes_with_its_provenance(run: Path) -> None:
     assert facts["sacrebleu"] == sacrebleu.__version__
     assert facts["lines"] == len(ENGLISH)
     assert facts["empty"] == 1
-    assert facts["update"] == 120
+    assert facts["update"] == 60
     assert facts["search"]["beam"] == 5
-    assert set(facts["scores"]) == {"bleu", "chrf", "bleu_word_by_word", "bleu_nearest_neighbour"}
+    assert set(facts["scores"]) == {"bleu", "chrf"}
 
 
 # ---------------------------------------------------------------------- metrics
@@ -161,11 +161,11 @@ def test_the_steps_are_updates_and_never_go_back(run: Path) -> None:
     steps = [row["step"] for row in rows(run)]
     assert steps == sorted(steps)
     of = {key: [row["step"] for row in rows(run) if key in row] for key in METRICS}
-    assert of["train/loss"] == of["lr"] == list(range(9, 120, 10))
-    assert of["gradient_ratio/decoder/first_to_last"] == of["gradient_norm/total"] == list(range(19, 120, 20))
-    assert of["layer_similarity/encoder/mean"] == list(range(29, 120, 30))
-    assert of["val/bleu"] == of["val/nll"] == [59, 119]
-    assert of["test/bleu"] == [120]
+    assert of["train/loss"] == of["lr"] == list(range(9, 60, 10))
+    assert of["gradient_ratio/decoder/first_to_last"] == of["gradient_norm/total"] == list(range(19, 60, 20))
+    assert of["layer_similarity/encoder/mean"] == list(range(29, 60, 30))
+    assert of["val/bleu"] == of["val/nll"] == [29, 59]
+    assert of["test/bleu"] == [60]
 
 
 def test_weights_and_biases_has_every_number_that_the_table_has(run: Path) -> None:
@@ -178,8 +178,11 @@ def test_weights_and_biases_has_every_number_that_the_table_has(run: Path) -> No
     for key in METRICS:
         expected = [(row["step"], row[key]) for row in rows(run) if key in row]
         found = [(row["trainer/global_step"], row[key]) for row in logged if key in row]
-        assert found == pytest.approx(expected), key
-        assert all(math.isfinite(value) for _, value in found), key
+        assert len(found) == len(expected) > 0, key
+        for (step, value), (expected_step, expected_value) in zip(found, expected, strict=True):
+            assert step == expected_step, key
+            assert value == pytest.approx(expected_value), key
+            assert math.isfinite(value), key
 
 
 def test_weights_and_biases_knows_the_stabilizers_and_the_signature(run: Path) -> None:
@@ -195,9 +198,9 @@ def test_weights_and_biases_knows_the_stabilizers_and_the_signature(run: Path) -
 def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
     logged = wandb_file.history(run)
     media = run / "wandb" / "latest-run" / "files"
-    tables = [row["samples"] for row in logged if "samples" in row]
+    tables = [row["samples.path"] for row in logged if "samples.path" in row]
     assert len(tables) == 2
-    last = json.loads((media / tables[-1]["path"]).read_text())
+    last = json.loads((media / tables[-1]).read_text())
     assert last["columns"] == ["source", "reference", "translation"]
     assert [row[:2] for row in last["data"]] == [list(pair) for pair in zip(ENGLISH, GERMAN, strict=True)][:5]
     pictures = {
@@ -213,7 +216,10 @@ def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
         for stack in STACKS
     }
     assert {path.stem for path in (run / "figures").glob("*.png")} == pictures
-    assert {key.removeprefix("figures/") for row in logged for key in row if key.startswith("figures/")} == pictures
+    suffix = ".filenames"
+    sent = {key.removesuffix(suffix): row[key] for row in logged for key in row if key.endswith(suffix)}
+    assert set(sent) == {f"figures/{name}" for name in pictures}
+    assert all((media / picture).is_file() for (picture,) in sent.values())
 
 
 # ---------------------------------------------------------------------- the folder, and going on from it
@@ -229,7 +235,7 @@ def test_the_folder_has_what_was_promised(run: Path) -> None:
 
 def test_a_checkpoint_of_the_command_loads_without_it(run: Path) -> None:
     path = run / "checkpoints" / "last.ckpt"
-    assert torch.load(path, weights_only=True)["global_step"] == 120
+    assert torch.load(path, weights_only=True)["global_step"] == 60
     task = TranslationTask.load_from_checkpoint(path)
     assert task.tokenizer.model == (run / "tokenizer.model").read_bytes()
     found = task.search(task.model, torch.tensor([[*task.tokenizer.encode(ENGLISH[0]), 3]]))
@@ -246,11 +252,11 @@ def test_testing_a_checkpoint_repeats_the_score_at_its_update(run: Path, text: T
             assert here.read_text() == there.read_text()
         else:
             old, new = json.loads(there.read_text()), json.loads(here.read_text())
-            assert new["update"] == old["update"] == 120
+            assert new["update"] == old["update"] == 60
             assert new["scores"] == {key: old["scores"][key] for key in ("bleu", "chrf")}
             assert new["checkpoint"] == flags[-1]
-    assert [row["step"] for row in rows(tested)] == [120]
-    assert [row["trainer/global_step"] for row in wandb_file.history(tested)] == [120]
+    assert [row["step"] for row in rows(tested)] == [60]
+    assert [row["trainer/global_step"] for row in wandb_file.history(tested)] == [60]
 
 
 def test_prediction_writes_the_translations(run: Path, text: Text, tmp_path: Path) -> None:
@@ -263,13 +269,13 @@ def test_prediction_writes_the_translations(run: Path, text: Text, tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
 def test_a_run_goes_on_where_another_ended(run: Path, text: Text, tmp_path: Path) -> None:
     """The numbers follow on, and no step is there twice."""
-    flags = [*text.flags, *shlex.split(TRAINING), "--test_after_fit", "false", "--trainer.max_steps", "130"]
+    flags = [*text.flags, *shlex.split(TRAINING), "--test_after_fit", "false", "--trainer.max_steps", "70"]
     flags += ["--ckpt_path", str(run / "checkpoints" / "last.ckpt"), "--gradient_ratio.activations", "false"]
     resumed = stabilize("fit", tmp_path / "resumed", *flags)
     training = [row for row in rows(resumed) if "train/tokens" in row]
-    assert [row["step"] for row in training] == [129]
+    assert [row["step"] for row in training] == [69]
     before = [row["train/tokens"] for row in rows(run) if "train/tokens" in row]
     assert training[0]["train/tokens"] - before[-1] == pytest.approx(before[-1] - before[-2], rel=0.2)
     steps = [row["trainer/global_step"] for row in wandb_file.history(resumed)]
     assert steps == sorted(steps)
-    assert min(steps) >= 120
+    assert min(steps) >= 60

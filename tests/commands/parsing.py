@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
-import jsonargparse._typehints
 from lightning.pytorch.cli import LightningArgumentParser
 
 from stabilize.commands import training
 
 
-class _Built(Exception):
-    """The parser is there."""
+class ParserBuiltError(Exception):
+    """The parser is there; nothing more is wanted."""
 
 
-class _OnlyParser(training.Command):
+class OnlyParser(training.Command):
+    """The command up to where it would parse."""
+
     def parse_arguments(self, parser: LightningArgumentParser, args: object) -> None:
-        raise _Built
+        raise ParserBuiltError
 
 
 @functools.cache
 def fit_parser() -> LightningArgumentParser:
     """Built once: parsing changes nothing in it."""
-    command = _OnlyParser.__new__(_OnlyParser)
-    try:
+    command = OnlyParser.__new__(OnlyParser)
+    with contextlib.suppress(ParserBuiltError):
         command.__init__([])
-    except _Built:
-        pass
     return command._subcommand_parsers["fit"]

@@ -39,7 +39,7 @@ class Around(Residual):
 class AroundToo(Around):
     """Wraps another one by default, at another rate."""
 
-    def __init__(self, around: Residual = ScaledSum(0.9), rate: float = 0.2, sum_scale: float = 0.7) -> None:  # noqa: B008
+    def __init__(self, around: Residual = ScaledSum(sum_scale=0.9), rate: float = 0.2, sum_scale: float = 0.7) -> None:  # noqa: B008
         super().__init__(around, rate)
         self.sum_scale = sum_scale
 

@@ -12,9 +12,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from stabilize.data import Batch, ParallelText, SyntheticCorpus, Tokenizer, TranslationData
-from stabilize.tokens import BEGIN, END, PAD
 from stabilize.data.loader import BatchLoader
 from stabilize.errors import UserError
+from stabilize.tokens import BEGIN, END, PAD
 
 ENGLISH = [f"a line with {'many ' * (k % 7)}words {k}" for k in range(60)]
 GERMAN = [f"eine Zeile mit {'vielen ' * (k % 5)}Wörtern {k}" for k in range(60)]

@@ -12,9 +12,9 @@ import pytest
 import sentencepiece
 
 from stabilize.data import Tokenizer
-from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 from stabilize.data.grammar import sentence
 from stabilize.errors import UserError
+from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
 random = Random(1)
 LINES = [line for _ in range(400) for line in sentence(random)]
