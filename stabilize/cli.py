@@ -24,6 +24,7 @@ Train deep encoder-decoder Transformers; what keeps them stable is a choice in Y
 verbs:
 {verbs}
 
+settings come from configs (-c, again and again) and flags; what is given later wins. Environment variables set none.
 stabilize VERB --help tells a verb's options; --debug after any verb shows the traceback of an error.
 first run: stabilize fit -c configs/quickstart.yaml"""
 

@@ -318,11 +318,11 @@ class TranslationTask(LightningModule):
         checkpoint["tokenizer"] = self.tokenizer.model
         checkpoint["tokens_seen"] = self._tokens_seen
 
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse what is not this model's.
+    def check(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another model.
 
         Raises:
-            UserError: another stabiliser, shape or tokenizer, each difference by name.
+            UserError: another stabiliser or shape, each difference by name.
         """
         saved, here = _flat(checkpoint["task"]), _flat(self.spec())
         unlike = [
@@ -332,6 +332,14 @@ class TranslationTask(LightningModule):
         ]
         if unlike:
             raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; give the one it was made with")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on where the checkpoint ended.
+
+        Raises:
+            UserError: it is of another model, or its tokenizer is not this run's.
+        """
+        self.check(checkpoint)
         if checkpoint["tokenizer"] != self.tokenizer.model:
             raise UserError(
                 f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "

@@ -38,6 +38,13 @@ def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> U
     return UserError(" ".join(str(error).split()))
 
 
+def cause_in(error: BaseException | None) -> UserError | None:
+    """The UserError that `error` came from; jsonargparse wraps what a class raises where a type is optional."""
+    while error is not None and not isinstance(error, UserError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
 def read_yaml(path: str) -> Any:
     """The content of a YAML file.
 
@@ -87,7 +94,7 @@ class _Reading:
         Raises:
             UserError: the mistake.
         """
-        for option, value in _options(words):
+        for option, value in options(words):
             if option in CONFIG:
                 tree = read_yaml(value)
                 self.source = f" (in {value})"
@@ -188,12 +195,14 @@ class _Reading:
         """What could be meant by `inner`, which is not among the keys `known` of the parser at `prefix`."""
         name = inner.removeprefix(group)
         siblings = self._siblings(prefix, group, known)
+        elsewhere = [other for other in self._everywhere() if f".{other}".endswith((f".{inner}", f".{name}"))]
+        if elsewhere and not prefix:
+            return f"there is no such key at this level{_nearest(name, elsewhere)}"
         near = _nearest(name, [*siblings, *(f"{prefix}{word}" for word in SPEC if prefix)], few=0)
         if near:
             return f"there is no such key{near}"
         if not prefix:
-            elsewhere = [other for other in self._everywhere() if f".{other}".endswith(f".{inner}")]
-            return f"there is no such key at this level{_nearest(name, elsewhere or siblings)}"
+            return f"there is no such key{_nearest(name, siblings)}"
         owner = self.chosen[prefix.removesuffix(".")].owner
         relatives = {other: None for base in owner.__mro__[1:-1] for other in _subclasses(base)}
         takers = [other.__name__ for other in relatives if name in inspect.signature(other).parameters]
@@ -220,7 +229,7 @@ class _Reading:
         raise UserError(f"{key} is {_shown(value)}{self.source}: {why}")
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The options of a command line with their values."""
     rest = iter(words)
     for word in rest:

@@ -27,7 +27,7 @@ from rich.console import Console
 from stabilize import kernels, plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressLines
 from stabilize.commands.card import card
-from stabilize.commands.mistakes import mistake
+from stabilize.commands.mistakes import CONFIG, cause_in, mistake, options
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
 from stabilize.errors import UserError
@@ -48,7 +48,6 @@ NOISE = (
 
 STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For every parser: an error is raised, and a flag is written out."""
-
 
 OPTIMIZER = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-9}}
 """The default of TranslationTask once more: jsonargparse reads a function's arguments only where they are constants."""
@@ -103,6 +102,7 @@ class Command(LightningCLI):
     """The command line of every verb that takes a config."""
 
     def __init__(self, arguments: list[str]) -> None:
+        self.verb = arguments[0]
         super().__init__(
             TranslationTask,
             TranslationData,
@@ -114,7 +114,7 @@ class Command(LightningCLI):
             save_config_kwargs={"save_to_log_dir": False},
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            parser_kwargs=STRICT | dict.fromkeys(self.subcommands(), STRICT),
+            parser_kwargs={**STRICT, self.verb: STRICT},
             args=arguments,
         )
 
@@ -122,12 +122,12 @@ class Command(LightningCLI):
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:
-            verb, *options = args
-            raise mistake(self._subcommand_parsers[verb], options, error) from error
+            raise mistake(self._subcommand_parsers[self.verb], args[1:], error) from error
 
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {**LightningCLI.subcommands(), "explain": {"model", "datamodule"}}
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The verb that was given alone: to build the parsers of all takes most of a second."""
+        verbs = {**LightningCLI.subcommands(), "explain": {"model", "datamodule"}}
+        return {self.verb: verbs[self.verb]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.set_defaults({"data": {"class_path": "SyntheticCorpus"}})
@@ -142,7 +142,14 @@ class Command(LightningCLI):
         parser.add_lightning_class_args(GradientRatio, "gradient_ratio")
         parser.add_lightning_class_args(LayerSimilarity, "layer_similarity")
 
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except Exception as error:
+            raise cause_in(error) or error from error
+
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
+        self._check_checkpoint()
         if self.subcommand == "explain":
             self.save_config_callback = None
             return super().instantiate_trainer(logger=False)
@@ -150,7 +157,8 @@ class Command(LightningCLI):
         folder = run_folder(Path(given.get("default_root_dir") or "runs"))
         kwargs |= {"default_root_dir": str(folder)}
         if given.get("logger") in (None, True):
-            kwargs["logger"] = [CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1), weights_and_biases(folder)]
+            table = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
+            kwargs["logger"] = [table, weights_and_biases(folder)]
         if given.get("enable_progress_bar") is None and not sys.stdout.isatty():
             kwargs["enable_progress_bar"] = False
         trainer = super().instantiate_trainer(**kwargs)
@@ -166,13 +174,13 @@ class Command(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's arguments win over the command line; here they have to agree."""
 
-    def after_instantiate_classes(self) -> None:
+    def _check_checkpoint(self) -> None:
+        """Refuse a checkpoint of another model, or none, before a run folder is made and text is read."""
         path = self._get(self.config_init, "ckpt_path")
         if path is not None:
             saved = load_checkpoint(Path(path))
+            self.model.check(saved)
             self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
-            self.model.trainer = self.trainer
-            self.model.on_load_checkpoint(saved)  # now, so that a difference is told before any text is read
         elif self.subcommand not in ("fit", "explain"):
             raise UserError(f"{self.subcommand} needs weights: --ckpt_path{_such_as_checkpoints()}")
 
@@ -256,11 +264,18 @@ def weights_and_biases(folder: Path) -> Logger:
     return logger
 
 
+def plugin_folders(arguments: list[str]) -> list[Path]:
+    """Where a class that YAML names by its full path may lie: the current folder, and beside each config."""
+    configs = [value for option, value in options(arguments[1:]) if option in CONFIG]
+    return [Path.cwd(), *(Path(config).resolve().parent for config in configs)]
+
+
 def run(arguments: list[str]) -> int:
     """Carry out a verb of LightningCLI."""
     assert hasattr(jsonargparse._typehints, "discard_init_args_on_class_path_change")
     jsonargparse._typehints.discard_init_args_on_class_path_change = keep_no_arguments_of_another_class
     kernels.keep_freed_memory()
+    sys.path += [str(folder) for folder in plugin_folders(arguments) if str(folder) not in sys.path]
     for group in plugins.GROUPS:
         plugins.load(group)
     for message in NOISE:

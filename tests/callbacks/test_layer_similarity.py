@@ -123,6 +123,13 @@ def test_nothing_is_held_during_backward(tmp_path: Path):
     fit(tmp_path, callback, Checks(), batches(2))
 
 
+class Alone(LayerSimilarity):
+    """A callback that must not be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        raise AssertionError("a deep copy of the model copied the callback")
+
+
 def test_other_forwards_are_not_measured(tmp_path: Path):
     class Looks(TinyTask):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -140,7 +147,7 @@ def test_other_forwards_are_not_measured(tmp_path: Path):
     plain, looks = TinyTask(), Looks()
     looks.load_state_dict(plain.state_dict())
     fit(tmp_path / "plain", measure(), plain, batches(3))
-    made = trainer(tmp_path / "looks", measure(), max_steps=3, val_check_interval=1)
+    made = trainer(tmp_path / "looks", Alone(every=1, figures=False), max_steps=3, val_check_interval=1)
     made.fit(looks, loader(batches(3)), loader(batches(1)))
     assert records(tmp_path / "looks", "layer_s") == records(tmp_path / "plain", "layer_s")
 

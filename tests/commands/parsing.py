@@ -26,5 +26,5 @@ def fit_parser() -> LightningArgumentParser:
     """Built once: parsing changes nothing in it."""
     command = OnlyParser.__new__(OnlyParser)
     with contextlib.suppress(ParserBuiltError):
-        command.__init__([])
+        command.__init__(["fit"])
     return command._subcommand_parsers["fit"]

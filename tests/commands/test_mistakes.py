@@ -1,0 +1,242 @@
+"""Typing errors, on the command line and in files: one sentence that names the key, the value and what is near."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from stabilize import cli, plugins
+from tests.checkout import ROOT
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs `stabilize fit` with flags and YAML texts, which has to fail; what it says on stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, verb: str = "fit") -> str:
+        flags = []
+        for place, word in enumerate(words):
+            if word.startswith("-"):
+                flags.append(word)
+            else:
+                (tmp_path / f"{place}.yaml").write_text(word)
+                flags.append(f"--config={place}.yaml")
+        assert cli.main([verb, *flags]) == 2
+        output = capsys.readouterr()
+        assert output.out == ""
+        assert not list(tmp_path.glob("runs/*"))
+        lines = output.err.splitlines()
+        assert len(lines) <= 5
+        assert "Traceback" not in output.err
+        assert "usage:" not in output.err
+        (error,) = [line for line in lines if line.startswith("error: ")]
+        return error.removeprefix("error: ")
+
+    return run
+
+
+def yaml_of(key: str, value: str) -> str:
+    names = key.split(".")
+    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(names)]
+    return "\n".join(lines) + f" {value}\n"
+
+
+AXES = {
+    "model.stabilizer.placement": ("PrNorm", "PreNorm"),
+    "model.stabilizer.residual": ("ScaledSun", "ScaledSum"),
+    "model.stabilizer.norm": ("RMSNrom", "RMSNorm"),
+    "model.stabilizer.epsilon": ("FixdEpsilon", "FixedEpsilon"),
+    "model.stabilizer.initialization": ("Xaver", "Xavier"),
+    "model.stabilizer.attention": ("QKNrom", "QKNorm"),
+    "model.stabilizer.warmup": ("InverseSqr", "InverseSqrt"),
+    "model.decoder_stabilizer.residual": ("DeepNormResidul", "DeepNormResidual"),
+    "model.clipping": ("GlobalNrm", "GlobalNorm"),
+    "model.optimizer": ("Adamm", "Adam"),
+    "data": ("SyntheticCorpos", "SyntheticCorpus"),
+}
+
+
+@pytest.mark.parametrize("form", ["flag", "name", "class_path", "second file"])
+@pytest.mark.parametrize("key", AXES)
+def test_a_misspelt_class(key: str, form: str, said: Said) -> None:
+    wrong, right = AXES[key]
+    in_file = yaml_of(key, wrong if form != "class_path" else f"{{class_path: {wrong}, init_args: {{}}}}")
+    words = {"flag": [f"--{key}={wrong}"], "second file": ["seed_everything: 1\n", in_file]}.get(form, [in_file])
+    place = "" if form == "flag" else f" (in {len(words) - 1}.yaml)"
+    message = said(*words)
+    assert message.startswith(f"{key} is {wrong}{place}: no ")
+    assert right in message.partition("; nearest: ")[2].split(", ")
+
+
+CALLBACKS = "trainer: {{callbacks: [{{class_path: {0}, init_args: {{{1}: step}}}}]}}"
+RESIDUAL = "model: {stabilizer: {residual: {class_path: ScaledSum, init_args: {sum_scal: 0.5}}}}"
+SUM_SCALE = "model.stabilizer.residual.sum_scale"
+
+MISTAKES = {
+    "argument": (
+        ["--model.stabilizer.residual=ScaledSum", "--model.stabilizer.residual.sum_scal=0.5"],
+        "model.stabilizer.residual.sum_scal is 0.5: there is no such key; nearest: model.stabilizer.residual.sum_scale",
+    ),
+    "argument in a file": (
+        [RESIDUAL],
+        "model.stabilizer.residual.sum_scal is 0.5 (in 0.yaml): there is no such key; nearest: " + SUM_SCALE,
+    ),
+    "argument after a file": (
+        ["model: {stabilizer: {residual: ScaledSum}}", "--model.stabilizer.residual.sum_scal=0.5"],
+        "model.stabilizer.residual.sum_scal is 0.5: there is no such key; nearest: model.stabilizer.residual.sum_scale",
+    ),
+    "argument of another class": (
+        [f"--{SUM_SCALE}=0.5"],
+        f"{SUM_SCALE} is 0.5: Sum has no such argument, but ScaledSum has",
+    ),
+    "word for a number": (["--model.width=sixty"], "model.width is sixty: expected int"),
+    "float for an integer": (["--trainer.max_steps=1e3"], "trainer.max_steps is 1e3: expected int"),
+    "formula": (
+        ["--model.stabilizer.residual=ScaledSum", f"--{SUM_SCALE}=1/sqrt(2)"],
+        f"{SUM_SCALE} is 1/sqrt(2): expected float or rsqrt2; nearest: rsqrt2",
+    ),
+    "word of a choice": (
+        ["--model.activation=rellu"],
+        "model.activation is rellu: expected relu or gelu or swiglu; nearest: relu, gelu",
+    ),
+    "no value": (["--model.width"], "model.width is '': expected int"),
+    "off for a number": (
+        ["trainer:\n  max_epochs: off\n"],
+        "trainer.max_epochs is false (in 0.yaml): expected int or null",
+    ),
+    "unknown group": (
+        ["modell: {width: 64}"],
+        "modell is {width: 64} (in 0.yaml): there is no such key; nearest: model",
+    ),
+    "unknown flag": (["--model.widht=64"], "model.widht is 64: there is no such key; nearest: model.width"),
+    "shortened flag": (["--model.wid=64"], "model.wid is 64: there is no such key; nearest: model.width"),
+    "level too high": (
+        ["stabilizer: {placement: PreNorm}"],
+        "stabilizer is {placement: PreNorm} (in 0.yaml): there is no such key at this level; nearest: model.stab",
+    ),
+    "flag too high": (
+        ["--stabilizer.placement=PreNorm"],
+        "stabilizer is {placement: PreNorm}: there is no such key at this level; nearest: model.stab",
+    ),
+    "argument too high": (
+        ["--batch_tokens=500"],
+        "batch_tokens is 500: there is no such key at this level; nearest: data.batch_tokens",
+    ),
+    "level too low": (
+        ["model: {data: SyntheticCorpus}"],
+        "model.data is SyntheticCorpus (in 0.yaml): there is no such key at this level; nearest: data",
+    ),
+    "class for a group": (
+        ["--model.stabilizer=PreNorm"],
+        "model.stabilizer is PreNorm: this is a group of keys; there are: model.stabilizer.placement, ",
+    ),
+    "tab": (["model:\n\twidth: 64\n"], "0.yaml, line 2, column 1 is no YAML: "),
+    "bracket": (["model: {width: 64\ntrainer: 3\n"], "0.yaml, line 2, column 8 is no YAML: "),
+    "no mapping": (["[model]\n"], "the config 0.yaml has no keys, but is [model]"),
+    "no file": (
+        ["model: {}", "--config=O.yaml"],
+        "the config O.yaml cannot be read: No such file or directory; nearest: 0.yaml",
+    ),
+    "data argument": (
+        ["--data.batch_token=5"],
+        "data.batch_token is 5: there is no such key; nearest: data.batch_tokens, data.evaluation_batch_tokens",
+    ),
+    "missing arguments": (["--data=ParallelText"], "ParallelText cannot do without data.train and data.validation"),
+    "trainer argument": (
+        ["--trainer.max_step=5"],
+        "trainer.max_step is 5: there is no such key; nearest: trainer.max_steps, ",
+    ),
+    "callback": (
+        [CALLBACKS.format("LearningRateMonitr", "logging_interval")],
+        "trainer.callbacks[0] is LearningRateMonitr (in 0.yaml): no Callback is called so; nearest: LearningR",
+    ),
+    "one more callback": (
+        ["--trainer.callbacks+=LearningRateMonitr"],
+        "trainer.callbacks[0] is LearningRateMonitr: no Callback is called so; nearest: LearningRateMonitor",
+    ),
+    "argument of a callback": (
+        [CALLBACKS.format("LearningRateMonitor", "logging_intervall")],
+        "trainer.callbacks[0].logging_intervall is step (in 0.yaml): there is no such key; nearest: trainer.callbac",
+    ),
+    "argument of an optimiser": (
+        ["--model.optimizer.beta=0.9"],
+        "model.optimizer.beta is 0.9: there is no such key; nearest: model.optimizer.betas",
+    ),
+    "key within an optional group": (
+        ["model: {decoder_stabilizer: {placment: PostNorm}}"],
+        "model.decoder_stabilizer.placment is PostNorm (in 0.yaml): there is no such key; nearest: model.decoder",
+    ),
+    "class_path": (
+        ["model: {stabilizer: {placement: {class_pth: PreNorm}}}"],
+        "model.stabilizer.placement.class_pth is PreNorm (in 0.yaml): there is no such key; nearest: model.stabil",
+    ),
+    "strategy of another axis": (
+        ["--model.stabilizer.placement=Sum"],
+        "model.stabilizer.placement is Sum: no Placement is called so; there are: PreNorm, PostNorm, B2T, ",
+    ),
+    "module": (
+        ["--model.stabilizer.placement=stabilize.strategies.placment.PreNorm"],
+        "model.stabilizer.placement is stabilize.strategies.placment.PreNorm: no Placement is called so; nearest: Pre",
+    ),
+    # What a class itself refuses.
+    "combination": (
+        ["--model.stabilizer.placement=PostNorm", "--model.stabilizer.residual=HyperConnections"],
+        "HyperConnections cannot be combined with PostNorm: ",
+    ),
+    "value of a strategy": (["--model.stabilizer.warmup.updates=0"], "model.stabilizer.warmup.updates is 0; "),
+    "value of a strategy of the decoder": (
+        ["--model.decoder_stabilizer.warmup=Noam", "--model.decoder_stabilizer.warmup.updates=0"],
+        "model.stabilizer.warmup.updates is 0; ",
+    ),
+    "combination in the decoder": (
+        ["model: {decoder_stabilizer: {placement: PostNorm, residual: HyperConnections}}"],
+        "HyperConnections cannot be combined with PostNorm: ",
+    ),
+    "value of the model": (["--model.heads=7"], "model.width is 512, which model.heads, 7, does not divide"),
+    "value of the data": (["--data.batch_tokens=0"], "data.init_args.batch_tokens: 0 is too small: "),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_the_sentence(name: str, said: Said) -> None:
+    words, start = MISTAKES[name]
+    message = said(*words, verb="explain")
+    assert message.startswith(start)
+
+
+def test_a_broken_plugin_is_an_error_where_its_class_is_asked_for(
+    said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "raising-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: raising\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[stabilize.strategies]\nRaising = raising_plugin:Raising\n")
+    (tmp_path / "raising_plugin.py").write_text("raise ValueError('needs a newer torch')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "broken", {})
+    for name in ("Raising", "raising_plugin.Raising"):
+        message = said(f"--model.stabilizer.residual={name}")
+        assert message.startswith(f"model.stabilizer.residual is {name}: ")
+        assert message.endswith("ValueError: needs a newer torch")
+
+
+def test_the_quickstart_has_no_mistake(said: Said) -> None:
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    assert said(f"--config={quickstart}", "--model.widht=8") == (
+        "model.widht is 8: there is no such key; nearest: model.width"
+    )
+
+
+def test_a_word_that_belongs_to_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fit", "PostNorm"]) == 2
+    assert "PostNorm" in capsys.readouterr().err.splitlines()[0]
+
+
+def test_a_misspelt_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["fitt"]) == 2
+    assert capsys.readouterr().err == "error: stabilize has no verb fitt; did you mean fit?\n"

@@ -1,0 +1,215 @@
+"""Scores and translations of a pass over evaluation text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sacrebleu
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stabilize.data.batch import Batch
+from stabilize.data.pairs import Pairs
+from stabilize.decoding import BeamSearch, Hypothesis
+from stabilize.evaluation import Evaluation
+from stabilize.task import TranslationTask
+from tests.tasks import ENGLISH, GERMAN, Sentences, rows, small_task, small_trainer
+
+REFERENCES = (*GERMAN, "Er sagte: „Nein, um 3.5 Uhr!“", "", "12 % der 1.000 Äpfel — naïve Œuvre", "東京は大きい。")
+TRANSLATIONS = (*GERMAN[1:], "die Katze", 'Er sagte: "Nein, um 3.5 Uhr!"', "nichts", "12% der 1.000 Äpfel", "東京 。")
+
+
+def lines(*numbers: int) -> tuple[Batch, list[str], list[bool]]:
+    """A batch of these lines, their translations, and that none was cut."""
+    ids = torch.zeros(len(numbers), 1, dtype=torch.long)
+    references = tuple(REFERENCES[k] for k in numbers)
+    batch = Batch(ids, ids, torch.tensor(numbers), tuple(f"source {k}" for k in numbers), references)
+    return batch, [TRANSLATIONS[k] for k in numbers], [False] * len(numbers)
+
+
+@given(order=st.permutations(range(len(REFERENCES))), cuts=st.sets(st.integers(1, len(REFERENCES) - 1)))
+def test_no_cut_or_order_changes_a_score_or_a_line(order: list[int], cuts: set[int]) -> None:
+    """The scores are sacreBLEU's for the whole corpus, the lines back in the order of the text."""
+    evaluation = Evaluation()
+    for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(order)], strict=True):
+        evaluation.add(*lines(*order[start:end]))
+    scores, found = evaluation.finish()
+    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES]).score)
+    assert scores["chrf"] == pytest.approx(sacrebleu.corpus_chrf(TRANSLATIONS, [REFERENCES]).score)
+    assert list(found) == list(range(len(REFERENCES)))
+    assert tuple(line.translation for line in found.values()) == TRANSLATIONS
+    assert tuple(line.reference for line in found.values()) == REFERENCES
+
+
+def test_the_files_give_the_scores_back(tmp_path: Path) -> None:
+    """To the sacrebleu command, which knows nothing but the two files."""
+    evaluation = Evaluation()
+    evaluation.add(*lines(*range(len(REFERENCES))))
+    scores, found = evaluation.finish()
+    evaluation.write(tmp_path, "test", found, scores, update=7)
+    reference = tmp_path / "reference.txt"
+    reference.write_text("".join(f"{line}\n" for line in REFERENCES), encoding="utf-8", newline="\n")
+    command = [sys.executable, "-m", "sacrebleu", reference, "-i", tmp_path / "test.txt", "-m", "bleu", "-b", "-w", "6"]
+    assert float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == pytest.approx(
+        scores["bleu"], abs=1e-5
+    )
+    facts = json.loads((tmp_path / "test.json").read_text(encoding="utf-8"))
+    assert facts["scores"] == scores
+    assert facts["signatures"]["bleu"] == Evaluation().signatures["bleu"]
+    assert facts["sacrebleu"] == sacrebleu.__version__
+    assert (facts["lines"], facts["empty"], facts["truncated"], facts["update"]) == (len(REFERENCES), 0, 0, 7)
+
+
+def test_a_pass_starts_from_nothing() -> None:
+    evaluation = Evaluation()
+    evaluation.add(*lines(0, 1))
+    evaluation.finish()
+    assert evaluation.finish() == ({"bleu": 0.0, "chrf": 0.0}, {})
+
+
+def test_lines_that_were_left_out_are_blank(tmp_path: Path) -> None:
+    evaluation = Evaluation()
+    evaluation.add(*lines(3, 1))
+    scores, found = evaluation.finish()
+    evaluation.write(tmp_path, "test", found, scores)
+    assert (tmp_path / "test.txt").read_text(encoding="utf-8") == f"\n{TRANSLATIONS[1]}\n\n{TRANSLATIONS[3]}\n"
+    assert json.loads((tmp_path / "test.json").read_text())["lines"] == 2
+
+
+# ---------------------------------------------------------------------- the task's passes
+
+
+class Dictated(BeamSearch):
+    """A search that finds what it is told: the reference of each source, or nothing."""
+
+    def __call__(self, model: Any, source: torch.Tensor) -> list[Hypothesis]:
+        encode = small_task().tokenizer.encode
+        known = {tuple(encode(english)): encode(german) for english, german in zip(ENGLISH, GERMAN, strict=True)}
+        rows = [tuple(token for token in row if token > 3) for row in source.tolist()]
+        return [Hypothesis(known.get(row, [5, 6]), 0.0, row not in known) for row in rows]
+
+
+class Silent(BeamSearch):
+    """A search that finds the end mark at once."""
+
+    def __call__(self, model: Any, source: torch.Tensor) -> list[Hypothesis]:
+        return [Hypothesis([], 0.0, False)] * len(source)
+
+
+def score(folder: Path, task: TranslationTask, data: Sentences | None = None, **options: Any) -> dict[str, float]:
+    trainer = small_trainer(folder, **options)
+    (scores,) = trainer.test(task, datamodule=data or Sentences(), verbose=False)
+    return scores
+
+
+def written(folder: Path, name: str) -> Sequence[str]:
+    """The lines of a file; a line feed alone ends them."""
+    *found, rest = (folder / "translations" / name).read_text(encoding="utf-8").split("\n")
+    assert rest == ""
+    return found
+
+
+def test_saying_the_reference_scores_a_hundred_whatever_the_batches(tmp_path: Path) -> None:
+    """Longest batches come first, so that this also shows that the lines find back to their places."""
+    for tokens in (1, 40, 10_000):
+        folder = tmp_path / str(tokens)
+        scores = score(folder, small_task(search=Dictated()), Sentences(evaluation_batch_tokens=tokens))
+        assert scores["test/bleu"] == pytest.approx(100)
+        assert scores["test/chrf"] == pytest.approx(100)
+        assert written(folder, "test.txt") == list(GERMAN)
+
+
+def test_loss_and_nll_are_means_over_tokens_whatever_the_batches(tmp_path: Path) -> None:
+    """A mean over batches would weigh a short last batch like a full one."""
+    task = small_task(label_smoothing=0.1)
+    data = Sentences()
+    data.setup("test")
+    batches = list(data.test_dataloader())
+    with torch.no_grad():
+        sums = torch.tensor([[float(x) for x in task.eval().loss(batch)] for batch in batches]).sum(0)
+    for tokens in (1, 40, 10_000):
+        scores = score(tmp_path / str(tokens), task, Sentences(evaluation_batch_tokens=tokens))
+        assert scores["test/loss"] == pytest.approx(float(sums[0] / sums[2]), rel=1e-5)
+        assert scores["test/nll"] == pytest.approx(float(sums[1] / sums[2]), rel=1e-5)
+
+
+def test_a_blank_line_stays_blank_and_counts(tmp_path: Path) -> None:
+    blank = ("", ENGLISH[1], "   ", *ENGLISH[3:5], "")
+    text = Sentences({"test": Pairs(list(blank), list(GERMAN))})
+    scores = score(tmp_path, small_task(search=Dictated()), text)
+    expected = [german if english.strip() else "" for english, german in zip(blank, GERMAN, strict=True)]
+    assert written(tmp_path, "test.txt") == expected
+    assert scores["test/bleu"] == pytest.approx(sacrebleu.corpus_bleu(expected, [GERMAN]).score, rel=1e-5)
+    assert json.loads((tmp_path / "translations" / "test.json").read_text())["empty"] == 3
+
+
+@pytest.mark.parametrize("search", [Silent(), BeamSearch(beam=1), BeamSearch(beam=3)])
+def test_a_model_that_has_learnt_nothing_scores_nothing(tmp_path: Path, search: BeamSearch) -> None:
+    scores = score(tmp_path, small_task(search=search))
+    assert scores["test/bleu"] < 1
+    assert len(written(tmp_path, "test.txt")) == len(ENGLISH)
+    facts = json.loads((tmp_path / "translations" / "test.json").read_text())
+    if isinstance(search, Silent):
+        assert scores["test/bleu"] == 0
+        assert facts["empty"] == len(ENGLISH)
+    assert facts["search"] == {
+        "beam": search.beam,
+        "length_penalty": 1.0,
+        "maximum_ratio": 2.0,
+        "maximum_extra": 10,
+        "minimum_length": 1,
+    }
+
+
+def test_a_limited_pass_scores_the_baselines_on_its_own_lines(tmp_path: Path) -> None:
+    """Here nearest-neighbour copying finds every sentence in the training text."""
+    data = Sentences(evaluation_batch_tokens=1, baselines=True)
+    scores = score(tmp_path, small_task(search=Dictated()), data, limit_test_batches=2)
+    assert scores["test/bleu_nearest_neighbour"] == pytest.approx(100)
+    assert 0 <= scores["test/bleu_word_by_word"] <= 100
+    assert json.loads((tmp_path / "translations" / "test.json").read_text())["lines"] == 2
+
+
+def test_batches_without_a_datamodule_are_enough(tmp_path: Path) -> None:
+    data = Sentences()
+    data.setup("test")
+    (scores,) = small_trainer(tmp_path).test(small_task(search=Dictated()), data.test_dataloader(), verbose=False)
+    assert scores["test/bleu"] == pytest.approx(100)
+
+
+def test_the_check_before_training_leaves_no_trace(tmp_path: Path) -> None:
+    """Lightning's sanity check sees a batch or two; the first real check is of all lines, and of no line twice."""
+    task = small_task(validation_search=Dictated())
+    options = {"num_sanity_val_steps": 2, "limit_val_batches": 1.0, "max_epochs": 1}
+    trainer = small_trainer(tmp_path, **options)
+    trainer.fit(task, datamodule=Sentences(evaluation_batch_tokens=1))
+    checks = [row for row in rows(tmp_path) if "val/bleu" in row]
+    assert len(checks) == 1
+    assert checks[0]["val/bleu"] == pytest.approx(100)
+    assert checks[0]["step"] == trainer.num_training_batches - 1
+
+
+def test_prediction_writes_what_the_test_does(tmp_path: Path) -> None:
+    task = small_task(search=Dictated())
+    found = small_trainer(tmp_path).predict(task, datamodule=Sentences(evaluation_batch_tokens=40))
+    assert written(tmp_path, "predict.txt") == list(GERMAN)
+    assert sorted(line for batch in found for line in batch) == sorted(GERMAN)
+    assert json.loads((tmp_path / "translations" / "predict.json").read_text())["scores"] == {}
+
+
+def test_two_processes_score_what_one_does(tmp_path: Path) -> None:
+    """Of very uneven quality by line: a mean of two scores would be another number."""
+    text = Pairs(["nobody knows this", *ENGLISH[1:3], "nor that", *ENGLISH[4:]], list(GERMAN))
+    found = []
+    for folder, options in ((tmp_path / "one", {}), (tmp_path / "two", {"devices": 2, "strategy": "ddp_spawn"})):
+        score(folder, small_task(search=Dictated()), Sentences({"test": text}), **options)
+        found.append((written(folder, "test.txt"), json.loads((folder / "translations" / "test.json").read_text())))
+    assert found[0] == found[1]
+    assert 0 < found[0][1]["scores"]["bleu"] < 100
