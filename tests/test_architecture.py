@@ -12,7 +12,8 @@ import pytest
 from tests import checkout
 from tests.checkout import ROOT
 
-# Which other parts of the package each part may import. Everybody may import errors and tokens; only __main__ imports cli.
+# Which other parts of the package each part may import. Everybody may import errors and tokens; only __main__
+# imports cli.
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
     "errors": set(),

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stabilize.decoding import BeamSearch, Hypothesis
-from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 from stabilize.errors import UserError
 from stabilize.model import Cache, EncoderDecoder, Memory, Sizes
 from stabilize.strategies import Stabilizer
+from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
 A, B = 4, 5
 VOCABULARY = 6

@@ -208,7 +208,7 @@ def test_two_processes_score_what_one_does(tmp_path: Path) -> None:
     """Of very uneven quality by line: a mean of two scores would be another number."""
     text = Pairs(["nobody knows this", *ENGLISH[1:3], "nor that", *ENGLISH[4:]], list(GERMAN))
     found = []
-    for folder, options in ((tmp_path / "one", {}), (tmp_path / "two", {"devices": 2, "strategy": "ddp_spawn"})):
+    for folder, options in ((tmp_path / "one", {}), (tmp_path / "two", {"devices": 2, "strategy": "ddp_fork"})):
         score(folder, small_task(search=Dictated()), Sentences({"test": text}), **options)
         found.append((written(folder, "test.txt"), json.loads((folder / "translations" / "test.json").read_text())))
     assert found[0] == found[1]

@@ -149,3 +149,25 @@ def test_only_a_trainers_verbs_are_shortened(mark: str, added: list[str], tmp_pa
 def test_a_block_fails_with_its_first_command_that_fails(tmp_path: Path) -> None:
     assert run(Block(1, "run", "false\ntrue\n"), tmp_path).returncode == 1
     assert run(Block(1, "run", "false | true\n"), tmp_path).returncode == 1
+
+
+def test_the_plug_in_of_the_readme_trains(folder: Path, tmp_path: Path) -> None:
+    """Its two files, installed beside the package, are found by name."""
+    text = README.read_text(encoding="utf-8")
+    (source,) = re.findall(r'^```python\n("""my_strategies.py""".*?)^```$', text, re.MULTILINE | re.DOTALL)
+    (project,) = re.findall(r"^```toml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    package, site = tmp_path / "package", tmp_path / "site"
+    package.mkdir()
+    (package / "my_strategies.py").write_text(source, encoding="utf-8")
+    (package / "pyproject.toml").write_text(project, encoding="utf-8")
+    small = "--data.init_args.train_pairs=300 --data.init_args.baselines=false --model.encoder_layers=1"
+    script = f"""
+        python -m pip install --quiet --no-deps --no-build-isolation --target {site} {package}
+        export PYTHONPATH={site}
+        stabilize strategies residual | grep -A 1 Halved
+        stabilize fit -c configs/quickstart.yaml --model.stabilizer.placement PreNorm {small} \
+            --model.decoder_layers=1 --model.stabilizer.residual Halved --model.stabilizer.residual.share 0.25
+        grep -A 2 my_strategies.Halved runs/*/config.yaml | grep 'share: 0.25'
+    """
+    result = run(Block(0, "shorten", script), folder)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -46,4 +46,5 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     for name, about in what.items():
         if (folder / name).exists():
             files.add_row(name, about)
-    return Group(Panel(Group(*parts, Text(""), files), title="results", title_align="left"), Text(f"run folder: {folder}"))
+    panel = Panel(Group(*parts, Text(""), files), title="results", title_align="left")
+    return Group(panel, Text(f"run folder: {folder}"))

@@ -146,7 +146,10 @@ class Command(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            raise cause_in(error) or error from error
+            told = cause_in(error)
+            if told is None:
+                raise
+            raise told from None
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         self._check_checkpoint()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Literal
@@ -37,7 +38,7 @@ class TranslationData(LightningDataModule, ABC):
         evaluation_batch_tokens: the same in evaluation.
         maximum_length: longest training sentence in tokens, end included; longer pairs are dropped.
         validation_pairs: use only the first n validation lines; none uses all.
-        seed: of the order of the training data.
+        seed: of the order of the training data; none: the seed of `seed_everything`.
         workers: processes that prepare batches; 0 prepares them in the training process.
         baselines: whether `baseline_translations` are wanted beside the model's.
     """
@@ -51,7 +52,7 @@ class TranslationData(LightningDataModule, ABC):
         evaluation_batch_tokens: int = 8192,
         maximum_length: int = 256,
         validation_pairs: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         workers: int = 0,
         baselines: bool = False,
     ) -> None:
@@ -188,7 +189,7 @@ class TranslationData(LightningDataModule, ABC):
             pairs.target_lengths,
             tokens=tokens,
             shuffle=shuffle,
-            seed=self.seed,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed,
             rank=self.trainer.global_rank if self.trainer else 0,
             world_size=self.trainer.world_size if self.trainer else 1,
         )

@@ -113,10 +113,9 @@ class PostNorm(Placement):
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
         if site.layers < 10 or any(part.helps_depth for part in stabilizer.axes.values()):
             return []
-        article = "an" if site.stack == "encoder" else "a"
         return [
-            f"{type(self).__name__} in {article} {site.stack} of {site.layers} layers: post-norm is unstable with ten or more "
-            "(Takase et al. 2022, arXiv:2206.00330); B2T, PreNorm or configs/strategies/deepnorm.yaml, helps"
+            f"{type(self).__name__} over the {site.layers} layers of the {site.stack}: post-norm is unstable with ten "
+            "or more (Takase et al. 2022, arXiv:2206.00330); B2T, PreNorm or configs/strategies/deepnorm.yaml help"
         ]
 
 

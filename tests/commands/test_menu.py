@@ -1,0 +1,98 @@
+"""`stabilize strategies` and the options' own help: what is on the menu, and what is said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+
+from stabilize.cli import VERBS, main
+from stabilize.strategies import AXES, Clipping, Strategy
+from stabilize.strategies.menu import entry, menu
+
+OURS = [
+    pytest.param(axis, strategy, id=f"{axis}-{strategy.__name__}")
+    for axis, base in {**AXES, "clipping": Clipping}.items()
+    for strategy in menu(base)
+    if strategy.__module__.startswith("stabilize.")
+]
+PLAIN = {"NoNorm", "NoResidual", "FixedEpsilon", "PrecisionEpsilon", "Linear", "NoWarmup", "NoClipping"}
+"""What no paper proposed."""
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What the command prints; it may leave as a parser does after its help."""
+    with contextlib.suppress(SystemExit):
+        assert main(list(words)) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("axis", "strategy"), OURS)
+def test_every_strategy_says_what_it_does(axis: str, strategy: type[Strategy]) -> None:
+    about = entry(strategy)
+    assert about.sentence.endswith(".")
+    assert len(about.sentence) > 20
+    assert about.equation or "\n\n" in (strategy.__doc__ or "")
+    assert re.search(r"[=<(]", about.equation or strategy.__doc__ or "")
+    if strategy.__name__ not in PLAIN:
+        assert re.search(r"\b(19|20)\d\d\b", about.paper)
+        assert re.search(r"arXiv:\d{4}\.\d{5}|proceedings\.", about.paper)
+
+
+def test_the_menu_has_every_axis_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "strategies")
+    for axis, base in AXES.items():
+        assert f"model.stabilizer.{axis}\n" in text
+        for strategy in menu(base):
+            assert re.search(rf"^ *{strategy.__name__} ", text, flags=re.MULTILINE)
+
+
+def test_an_axis_has_sentence_equation_and_paper(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    text = said(capsys, "strategies", "residual")
+    assert "The skip is scaled up with depth, so that an update changes the model by a bounded amount." in text
+    assert "x ⊕ f = alpha x + f" in text
+    assert "Wang et al. 2022, arXiv:2203.00555" in text
+    assert "PreNorm " not in text
+
+
+def test_a_strategy_has_docstring_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "strategies", "residual", "ScaledSum")
+    assert text.startswith("stabilize.strategies.residual.ScaledSum\n")
+    assert "x ⊕ f = sum_scale (x + f)" in text
+    assert "sum_scale: float | Literal['rsqrt2'] = 'rsqrt2'" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(["residul"], "residual"), (["residual", "ScaledSun"], "ScaledSum"), (["norm", "LayerNorm", "x"], "axis")],
+)
+def test_a_misspelt_axis_or_name(words: list[str], near: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies", *words]) == 2
+    assert near in capsys.readouterr().err
+
+
+def test_the_parser_shows_a_strategys_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "fit", "--model.stabilizer.placement.help=PostNorm")
+    assert entry(next(s for s in menu(AXES["placement"]) if s.__name__ == "PostNorm")).sentence in text
+    text = said(capsys, "fit", "--model.stabilizer.residual.help=ScaledSum")
+    assert "--model.stabilizer.residual.init_args.sum_scale" in text
+    assert "multiplies x + f" in text
+
+
+def test_help_has_every_verb_and_says_where_settings_come_from(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "--help")
+    for verb, what in VERBS.items():
+        assert re.search(rf"^  {verb} +{what}$", text, flags=re.MULTILINE)
+    assert "Environment variables set none." in text
+    assert said(capsys) == text
+
+
+def test_the_help_of_a_verb_has_every_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, "fit", "--help")
+    for axis, base in AXES.items():
+        assert f"--model.stabilizer.{axis} " in text
+        assert all(strategy.__name__ in text for strategy in menu(base))

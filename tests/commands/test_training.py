@@ -1,0 +1,343 @@
+"""`stabilize fit` and the verbs after it: folders, checkpoints, lists of callbacks, plug-ins, quiet output."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
+
+from stabilize.callbacks import GradientRatio, LayerSimilarity
+from stabilize.cli import main
+from stabilize.commands import training
+from stabilize.task import TranslationTask
+from tests.checkout import ROOT
+
+TINY = """
+model:
+  stabilizer:
+    placement: B2T
+    residual: {class_path: ScaledSum, init_args: {sum_scale: 0.5}}
+    warmup: {class_path: InverseSqrt, init_args: {updates: 10}}
+  encoder_layers: 1
+  decoder_layers: 1
+  width: 8
+  heads: 2
+  hidden: 8
+  search: {beam: 1, maximum_ratio: 0.1, maximum_extra: 2}
+  validation_search: {beam: 1, maximum_ratio: 0.1, maximum_extra: 2}
+data:
+  class_path: SyntheticCorpus
+  init_args: {train_pairs: 200, validation_pairs: 4, test_pairs: 4, vocabulary: 60, batch_tokens: 96}
+trainer: {accelerator: cpu, max_steps: 2, num_sanity_val_steps: 0}
+"""
+STRATEGY = '''
+from stabilize.strategies import Sum
+
+
+class Tenfold(Sum):
+    """Adds the branch ten times over."""
+
+    def __init__(self, gain: float = 10.0) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def write(self, stream, branch):
+        return stream + self.gain * branch
+'''
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder with `tiny.yaml` in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two updates."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "tiny.yaml").write_text(TINY)
+    assert main(["fit", f"--config={folder}/tiny.yaml", f"--trainer.default_root_dir={folder}/runs"]) == 0
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def runs(folder: Path) -> list[Path]:
+    return sorted((folder / "runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
+
+
+def residual(run: Path) -> str:
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    return config["model"]["stabilizer"]["residual"]["class_path"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one sentence with which the command stops, before it makes a run folder."""
+    capsys.readouterr()
+    assert main(list(words)) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert not list(Path.cwd().glob("runs/*"))
+    (line,) = output.err.splitlines()
+    return line.removeprefix("error: ")
+
+
+# ---------------------------------------------------------------------- one run after another
+
+
+def test_no_run_collides_with_another(trained: Path, here: Path) -> None:
+    config, checkpoint = f"--config={trained}/config.yaml", f"--ckpt_path={trained}/checkpoints/last.ckpt"
+    before = (trained / "config.yaml").read_text()
+    place = "--trainer.default_root_dir=runs"
+    for words in (
+        ["fit", config],
+        ["fit", config],
+        ["fit", config, checkpoint, "--trainer.max_steps=3"],
+        ["test", config, checkpoint],
+        ["predict", config, checkpoint],
+        ["validate", config, checkpoint],
+    ):
+        assert main([*words, place]) == 0
+    first, second, resumed, tested, predicted, validated = runs(here)
+    assert (trained / "config.yaml").read_text() == before
+    assert (first / "config.yaml").read_text() == (second / "config.yaml").read_text()
+    assert yaml.safe_load((resumed / "config.yaml").read_text())["trainer"]["max_steps"] == 3
+    state = torch.load(resumed / "checkpoints" / "last.ckpt", weights_only=True)
+    assert state["global_step"] == 3
+    assert not list(resumed.rglob("hparams.yaml"))
+    for run, name in ((tested, "test"), (predicted, "predict")):
+        assert len((run / "translations" / f"{name}.txt").read_text().splitlines()) == 4
+    assert "val/nll" in (validated / "metrics.csv").read_text()
+
+
+def test_every_verb_reads_the_config_of_a_run(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = f"--ckpt_path={trained}/checkpoints/last.ckpt"
+    assert main(["explain", f"--config={trained}/config.yaml", checkpoint]) == 0
+    assert "sum_scale: 0.5" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def test_another_stabilizer_than_the_checkpoints_is_named(
+    trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [f"--config={trained}/config.yaml", f"--ckpt_path={trained}/checkpoints/last.ckpt"]
+    words += ["--trainer.default_root_dir=runs"]
+    for verb in ("fit", "test"):
+        message = refused(capsys, verb, *words, "--model.stabilizer.placement=PreNorm")
+        assert "model.stabilizer.placement is B2T in the checkpoint and PreNorm here" in message.replace(
+            "model.stabilizer.stabilizer", "model.stabilizer"
+        )
+        message = refused(capsys, verb, *words, "--model.stabilizer.residual.sum_scale=0.25")
+        assert "residual.sum_scale is 0.5 in the checkpoint and 0.25 here" in message
+        message = refused(capsys, verb, *words, "--model.decoder_stabilizer.placement=PreNorm")
+        assert "decoder_stabilizer" in message
+
+
+class Intruder:
+    """A pickle that makes a folder when it is read."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("intruded",)
+
+
+def truncated(path: Path, whole: Path) -> None:
+    path.write_bytes(whole.read_bytes()[:5000])
+
+
+BAD: dict[str, Callable[[Path, Path], None]] = {
+    "truncated": truncated,
+    "empty": lambda path, whole: path.touch(),
+    "text": lambda path, whole: path.write_text("weights\n") and None,
+    "code": lambda path, whole: torch.save({"state_dict": Intruder()}, path),
+    "foreign": lambda path, whole: torch.save({"state_dict": {}}, path),
+    "missing": lambda path, whole: None,
+    "folder": lambda path, whole: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_checkpoint_is_one_sentence(
+    kind: str, trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    BAD[kind](here / "bad.ckpt", trained / "checkpoints" / "last.ckpt")
+    message = refused(capsys, "test", f"--config={trained}/config.yaml", "--ckpt_path=bad.ckpt")
+    assert message.startswith("ckpt_path is bad.ckpt, ")
+    assert not (here / "intruded").exists()
+
+
+def test_weights_are_asked_for(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("validate", "test", "predict"):
+        message = refused(capsys, verb, f"--config={trained}/config.yaml")
+        assert message.startswith(f"{verb} needs weights: --ckpt_path")
+    message = refused(capsys, "fit", f"--config={trained}/config.yaml", "--ckpt_path=last")
+    assert message.startswith("ckpt_path is last, but there is no such file")
+
+
+# ---------------------------------------------------------------------- settings
+
+
+def callbacks(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[type]:
+    """The callbacks of a run with these words; it is not carried out."""
+    found: list[type] = []
+
+    def only_look(command: training.Command, verb: str) -> None:
+        found.extend(type(callback) for callback in command.trainer.callbacks)
+
+    monkeypatch.setattr(training.Command, "_run_subcommand", only_look)
+    assert main(["fit", "--config=tiny.yaml", *words]) == 0
+    return found
+
+
+def test_a_second_list_of_callbacks_leaves_the_commands_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, callback in (("one", "Timer"), ("two", "LearningRateMonitor")):
+        (here / f"{name}.yaml").write_text(f"trainer: {{callbacks: [{callback}]}}\n")
+    (here / "more.yaml").write_text("trainer: {callbacks+: [LearningRateMonitor]}\n")
+    own = {GradientRatio, LayerSimilarity, ModelCheckpoint, training.RunConfig}
+    replaced = callbacks(monkeypatch, "--config=one.yaml", "--config=two.yaml")
+    assert own | {LearningRateMonitor} <= set(replaced)
+    assert Timer not in replaced
+    for words in (
+        ["--config=one.yaml", "--config=more.yaml"],
+        ["--config=one.yaml", "--trainer.callbacks+=LearningRateMonitor"],
+    ):
+        assert own | {Timer, LearningRateMonitor} <= set(callbacks(monkeypatch, *words))
+
+
+def test_environment_variables_set_nothing(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for prefix in ("PL", "STABILIZE"):
+        monkeypatch.setenv(f"{prefix}_FIT__TRAINER__MAX_STEPS", "77")
+        monkeypatch.setenv(f"{prefix}_TRAINER__MAX_STEPS", "77")
+    with pytest.raises(SystemExit):
+        main(["fit", "--config=tiny.yaml", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out)["trainer"]["max_steps"] == 2
+
+
+def test_the_default_optimizer_is_the_tasks(here: Path) -> None:
+    default = training.OPTIMIZER
+    weight = torch.nn.Parameter(torch.zeros(1))
+    made = torch.optim.Adam([weight], **default["init_args"])
+    assert TranslationTask.__init__.__defaults__
+    expected = [
+        value([weight])
+        for value in TranslationTask.__init__.__defaults__
+        if callable(value) and not isinstance(value, type) and getattr(value, "__name__", "") == "<lambda>"
+    ]
+    assert [type(one) for one in expected] == [type(made)]
+    assert expected[0].defaults == made.defaults
+
+
+# ---------------------------------------------------------------------- plug-ins
+
+
+def test_a_plugin_distribution_is_used_by_its_short_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = here / "site"
+    metadata = site / "tenfold-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: tenfold\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[stabilize.strategies]\nTenfold = tenfold_plugin:Tenfold\n")
+    (site / "tenfold_plugin.py").write_text(STRATEGY)
+    monkeypatch.syspath_prepend(site)
+    (here / "tenfold.yaml").write_text("model: {stabilizer: {residual: {class_path: Tenfold, init_args: {gain: 3}}}}\n")
+    assert main(["fit", "--config=tiny.yaml", "--config=tenfold.yaml", "--trainer.logger=false"]) == 0
+    (run,) = runs(here)
+    assert residual(run) == "tenfold_plugin.Tenfold"
+    checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["task"]["stabilizer"]["residual"]["init_args"] == {"gain": 3.0}
+    assert checkpoint["global_step"] == 2
+
+
+def script() -> list[str]:
+    path = Path(sys.executable).parent / "stabilize"
+    if not path.exists():
+        pytest.skip("the command is not installed beside this Python")
+    return [str(path)]
+
+
+@pytest.mark.parametrize("way", ["script", "module"])
+def test_a_strategy_beside_the_config_and_nobody_to_ask(way: str, here: Path) -> None:
+    """The script under a terminal, the module with its input closed; neither has a W&B key."""
+    (here / "configs").mkdir()
+    (here / "configs" / "beside.py").write_text(STRATEGY)
+    (here / "configs" / "beside.yaml").write_text("model: {stabilizer: {residual: beside.Tenfold}}\n")
+    command = script() if way == "script" else [sys.executable, "-m", "stabilize"]
+    command += ["fit", "--config=tiny.yaml", "--config=configs/beside.yaml", "--trainer.enable_progress_bar=false"]
+    keep = {
+        name: value for name, value in os.environ.items() if not name.startswith(("WANDB_", "STABILIZE_", "PYTHON"))
+    }
+    environment = keep | {"HOME": str(here), "OMP_NUM_THREADS": "1"}
+    if way == "module":
+        environment["PYTHONPATH"] = str(ROOT)
+    parent, child = pty.openpty()
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=child if way == "script" else subprocess.DEVNULL,
+            stdout=child if way == "script" else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+            timeout=300,
+        )
+        shown = os.read(parent, 1_000_000).decode() if way == "script" else ended.stdout
+    finally:
+        os.close(parent)
+        os.close(child)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "account" not in shown.lower()
+    assert "offline" in shown
+    (run,) = runs(here)
+    assert residual(run) == "beside.Tenfold"
+    (record,) = run.glob("wandb/offline-run-*/*.wandb")
+    assert record.stat().st_size > 0
+
+
+# ---------------------------------------------------------------------- output
+
+
+def test_a_log_file_stays_short(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--trainer.max_steps=200", "--trainer.val_check_interval=100", "--trainer.check_val_every_n_epoch=null"]
+    assert main(["fit", "--config=tiny.yaml", *words, "--test_after_fit=true"]) == 0
+    output = capfd.readouterr()
+    assert output.err == ""
+    lines = output.out.splitlines()
+    assert len(lines) < 100
+    assert "\r" not in output.out
+    assert "\x1b" not in output.out
+    assert [line.partition(":")[0] for line in lines if line.startswith("update ")] == ["update 100", "update 200"]
+    assert any(re.search(r"test/bleu +\d", line) for line in lines)
+    assert lines[-1].startswith("run folder: runs/")
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_ends_the_run_without_a_traceback(
+    name: str, code: int, here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "signal.yaml").write_text(
+        "trainer:\n  logger: false\n  callbacks:\n  - class_path: tests.commands.cues.SendSignal\n"
+        f"    init_args: {{name: {name}}}\n"
+    )
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert main(["fit", "--config=tiny.yaml", "--config=signal.yaml"]) == code
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert "Traceback" not in capfd.readouterr().err
