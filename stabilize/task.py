@@ -269,7 +269,7 @@ class TranslationTask(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         scores, lines = self.evaluation.finish()
-        self.log_dict({f"val/{name}": score for name, score in scores.items()})
+        self.log_dict({f"val/{name}": score for name, score in scores.items()}, sync_dist=True)
         if self.trainer.sanity_checking:
             return
         rows = [[*line[:3]] for line in list(lines.values())[: self.samples]]
@@ -286,7 +286,7 @@ class TranslationTask(LightningModule):
             baseline = CorpusBLEU()
             baseline.update([translations[k] for k in lines], [line.reference for line in lines.values()])
             scores[f"bleu_{name}"] = float(baseline.compute())
-        self.log_dict({f"test/{name}": score for name, score in scores.items()})
+        self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True)
 
     def on_predict_epoch_end(self) -> None:
         _, lines = self.evaluation.finish()

@@ -92,7 +92,7 @@ class RunConfig(SaveConfigCallback):
         for key in ("weights_only", "verbose", "return_predictions"):  # some verbs have them, others would refuse them
             if key in config and config[key] == self.parser.get_default(key):
                 del config[key]
-        self.parser.save(config, folder / "config.yaml", skip_none=False, skip_validation=True, overwrite=False)
+        self.parser.save(config, folder / "config.yaml", skip_unset=False, skip_validation=True, overwrite=False)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({**pl_module.spec(), "signatures": pl_module.evaluation.signatures})
