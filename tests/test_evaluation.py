@@ -92,8 +92,8 @@ class Dictated(BeamSearch):
     def __call__(self, model: Any, source: torch.Tensor) -> list[Hypothesis]:
         encode = small_task().tokenizer.encode
         known = {tuple(encode(english)): encode(german) for english, german in zip(ENGLISH, GERMAN, strict=True)}
-        rows = [tuple(token for token in row if token > 3) for row in source.tolist()]
-        return [Hypothesis(known.get(row, [5, 6]), 0.0, row not in known) for row in rows]
+        asked = [tuple(token for token in row if token > 3) for row in source.tolist()]
+        return [Hypothesis(known.get(row, [5, 6]), 0.0, row not in known) for row in asked]
 
 
 class Silent(BeamSearch):

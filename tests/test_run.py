@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import pytest
 import sacrebleu
 import torch
+import wandb
 import yaml
 
 from stabilize.cli import main
 from stabilize.task import TranslationTask
 from tests import wandb_file
 from tests.tasks import ENGLISH, GERMAN, rows
-
-pytestmark = pytest.mark.filterwarnings("ignore:\\s*skip_none parameter was deprecated")
 
 BLANK = 2
 """The test line without a source."""
@@ -60,6 +59,7 @@ def stabilize(verb: str, where: Path, *flags: str) -> Path:
     """Run the command; the folder of the run."""
     common = ["--trainer.accelerator", "cpu", "--trainer.default_root_dir", str(where), *shlex.split(MODEL)]
     assert main([verb, *common, *flags, "--debug"]) == 0
+    wandb.teardown()  # waits for its process, which writes the last records after the run is finished
     (folder,) = where.iterdir()
     return folder
 

@@ -43,7 +43,7 @@ from stabilize.strategies import (
     Warmup,
 )
 from stabilize.task import TranslationTask
-from stabilize.tokens import BEGIN, END, PAD
+from stabilize.tokens import PAD
 from tests.models import assert_equal
 from tests.tasks import ENGLISH, Sentences, curve, fit, rows, sentence_batch, small_task, small_trainer, weights
 
@@ -536,11 +536,3 @@ def test_a_deep_copy_shares_nothing() -> None:
         map(id, itertools.chain(twin.modules(), twin.parameters()))
     )
     assert twin.tokenizer.encode(ENGLISH[0]) == task.tokenizer.encode(ENGLISH[0])
-
-
-def test_begin_and_end_are_where_the_loss_looks() -> None:
-    """The decoder reads from the begin mark on and is asked for the end mark last."""
-    for target in BATCH.target:
-        real = target[target != PAD]
-        assert real[0] == BEGIN
-        assert real[-1] == END

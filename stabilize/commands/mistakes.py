@@ -35,7 +35,20 @@ def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> U
         _Reading(parser).read(words)
     except UserError as found:
         return found
+    except Exception:  # a foreign type may be beyond this reading; then jsonargparse has the word
+        pass
     return UserError(" ".join(str(error).split()))
+
+
+def class_named(parser: ArgumentParser, key: str, name: str) -> type:
+    """The class that `name` means as a value of `key`.
+
+    Raises:
+        UserError: there is no such key or class.
+    """
+    reading = _Reading(parser)
+    reading.read([f"--{key}={name}"])
+    return reading.chosen[key].owner
 
 
 def cause_in(error: BaseException | None) -> UserError | None:
@@ -101,9 +114,9 @@ class _Reading:
                 if not isinstance(tree, dict | None):
                     raise UserError(f"the config {value} has no keys, but is {_shown(tree)}")
                 self._keys(self.parser, "", _nested(tree or {}))
-            elif not option.endswith(".help"):
+            else:
                 self.source = ""
-                self._keys(self.parser, "", _nested({option.lstrip("-"): value}))
+                self._keys(self.parser, "", _nested({option.lstrip("-").removesuffix(".help"): value}))
         for key, (owner, parser) in self.chosen.items():
             parameters = inspect.signature(owner).parameters
             needed = [name for name in _keys_of(parser) if name in parameters and parameters[name].default is EMPTY]
@@ -221,9 +234,10 @@ class _Reading:
         yield from _with_groups(known)
         for key, (kind, default) in known.items():
             owner = _class_of(default)
-            if key in self.chosen or owner is not None:
-                parser = self.chosen[key].parser if key in self.chosen else _parser_of(owner, kind)
-                yield from (f"{key}.{name}" for name in _keys_of(parser))
+            if key in self.chosen:
+                yield from (f"{key}.{name}" for name in _keys_of(self.chosen[key].parser))
+            elif owner is not None:
+                yield from (f"{key}.{name}" for name in _keys_of(_parser_of(owner, kind)))
 
     def _stop(self, key: str, value: Any, why: str) -> NoReturn:
         raise UserError(f"{key} is {_shown(value)}{self.source}: {why}")
@@ -285,8 +299,9 @@ def _bases(kind: Any) -> list[type]:
 
 def _subclasses(base: type) -> list[type]:
     """`base` and what descends from it, as far as it is imported, without what nobody can make."""
+    children: list[type] = base.__subclasses__()
     found = [] if inspect.isabstract(base) or base.__name__.startswith("_") else [base]
-    return list(dict.fromkeys(found + [deeper for child in base.__subclasses__() for deeper in _subclasses(child)]))
+    return list(dict.fromkeys(found + [deeper for child in children for deeper in _subclasses(child)]))
 
 
 def _class_of(default: Any) -> type | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import secrets
@@ -27,7 +28,7 @@ from rich.console import Console
 from stabilize import kernels, plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressLines
 from stabilize.commands.card import card
-from stabilize.commands.mistakes import CONFIG, cause_in, mistake, options
+from stabilize.commands.mistakes import CONFIG, cause_in, class_named, mistake, options
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
 from stabilize.errors import UserError
@@ -119,6 +120,10 @@ class Command(LightningCLI):
         )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        for option, name in options(args[1:]):
+            if option.endswith(".help") and name and not name.startswith("-"):
+                key = option[2:].removesuffix(".help")
+                print(inspect.getdoc(class_named(self._subcommand_parsers[self.verb], key, name)), end="\n\n")
         try:
             self.config = parser.parse_args(args)
         except ArgumentError as error:

@@ -32,18 +32,18 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_every_strategy_says_what_it_does(axis: str, strategy: type[Strategy]) -> None:
     about = entry(strategy)
     assert about.sentence.endswith(".")
-    assert len(about.sentence) > 20
+    assert len(about.sentence.split()) > 2
     assert about.equation or "\n\n" in (strategy.__doc__ or "")
     assert re.search(r"[=<(]", about.equation or strategy.__doc__ or "")
     if strategy.__name__ not in PLAIN:
         assert re.search(r"\b(19|20)\d\d\b", about.paper)
-        assert re.search(r"arXiv:\d{4}\.\d{5}|proceedings\.", about.paper)
+        assert re.search(r"arXiv:\d{4}\.\d{4,5}|proceedings\.", about.paper)
 
 
 def test_the_menu_has_every_axis_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "strategies")
     for axis, base in AXES.items():
-        assert f"model.stabilizer.{axis}\n" in text
+        assert re.search(rf"^model.stabilizer.{axis} *$", text, flags=re.MULTILINE)
         for strategy in menu(base):
             assert re.search(rf"^ *{strategy.__name__} ", text, flags=re.MULTILINE)
 
@@ -77,9 +77,10 @@ def test_a_misspelt_axis_or_name(words: list[str], near: str, capsys: pytest.Cap
 
 def test_the_parser_shows_a_strategys_docstring(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "fit", "--model.stabilizer.placement.help=PostNorm")
-    assert entry(next(s for s in menu(AXES["placement"]) if s.__name__ == "PostNorm")).sentence in text
+    assert "x <- norm(x ⊕ f(x))" in text
+    assert "arXiv:1706.03762" in text
     text = said(capsys, "fit", "--model.stabilizer.residual.help=ScaledSum")
-    assert "--model.stabilizer.residual.init_args.sum_scale" in text
+    assert "--model.stabilizer.residual.sum_scale" in text
     assert "multiplies x + f" in text
 
 
