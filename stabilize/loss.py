@@ -45,7 +45,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
         return (1 - smoothing) * nll - smoothing / logits.size(1) * log_p.sum(), nll
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         log_p, labels = ctx.saved_tensors
         gradient = log_p.exp()
         if ctx.smoothing:

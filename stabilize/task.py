@@ -97,7 +97,10 @@ class TranslationTask(LightningModule):
             return
         if not hasattr(self, "tokenizer"):
             self.tokenizer = self.trainer.datamodule.tokenizer
-        precision = str(self.trainer.precision) if self._trainer is not None else "32-true"
+        self._build(str(self.trainer.precision) if self._trainer is not None else "32-true")
+
+    def _build(self, precision: str) -> None:
+        self.precision = precision
         self.model = EncoderDecoder(
             self.tokenizer.vocabulary, self.sizes, self.stabilizer, self.decoder_stabilizer, precision
         )
@@ -267,6 +270,12 @@ class TranslationTask(LightningModule):
         self.evaluation.add(batch, translations, [hypothesis.truncated for hypothesis in found])
         return translations
 
+    def on_validation_start(self) -> None:
+        self._tally.pause()
+
+    def on_validation_end(self) -> None:
+        self._tally.go_on()
+
     def on_validation_epoch_end(self) -> None:
         scores, lines = self.evaluation.finish()
         self.log_dict({f"val/{name}": score for name, score in scores.items()}, sync_dist=True)
@@ -280,12 +289,12 @@ class TranslationTask(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         scores, lines = self.evaluation.finish()
-        self._write("test", lines, scores)
         data = self.trainer.datamodule
         for name, translations in (data.baseline_translations() if data is not None else {}).items():
             baseline = CorpusBLEU()
             baseline.update([translations[k] for k in lines], [line.reference for line in lines.values()])
             scores[f"bleu_{name}"] = float(baseline.compute())
+        self._write("test", lines, scores)
         self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True)
 
     def on_predict_epoch_end(self) -> None:
@@ -294,7 +303,12 @@ class TranslationTask(LightningModule):
 
     def _write(self, name: str, lines: dict[int, Translation], scores: dict[str, float]) -> None:
         if self.trainer.is_global_zero:
-            origin = {"search": dataclasses.asdict(self.search), "checkpoint": str(self.trainer.ckpt_path or "")}
+            data = self.trainer.datamodule
+            origin = {
+                "text": data.origin("test") if data is not None else "",
+                "search": dataclasses.asdict(self.search),
+                "checkpoint": str(self.trainer.ckpt_path or ""),
+            }
             folder = Path(self.trainer.default_root_dir) / "translations"
             self.evaluation.write(folder, name, lines, scores, update=self._logged_step, **origin)
 
@@ -316,6 +330,7 @@ class TranslationTask(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["task"] = self.spec()
         checkpoint["tokenizer"] = self.tokenizer.model
+        checkpoint["precision"] = self.precision
         checkpoint["tokens_seen"] = self._tokens_seen
 
     def check(self, checkpoint: dict[str, Any]) -> None:
@@ -360,7 +375,7 @@ class TranslationTask(LightningModule):
             saved[name] = Stabilizer.from_spec(saved[name]) if saved[name] else None
         task = cls(**{**saved, **arguments})
         task.tokenizer = Tokenizer(checkpoint["tokenizer"])
-        task.configure_model()
+        task._build(checkpoint["precision"])
         task.load_state_dict(checkpoint["state_dict"])
         return task.eval()
 
@@ -371,9 +386,7 @@ def _flat(spec: Any, prefix: str = "") -> dict[str, Any]:
         return {prefix: spec}
     if "class_path" in spec:
         chosen = {prefix: spec["class_path"].rpartition(".")[2]}
-        return chosen | {
-            k: v for name, value in spec["init_args"].items() for k, v in _flat(value, f"{prefix}.{name}").items()
-        }
+        return chosen | _flat(spec["init_args"], prefix)
     return {k: v for name, value in spec.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}
 
 
@@ -415,3 +428,11 @@ class _Tally:
         self.losses, self.tokens, self.window = torch.zeros_like(self.losses), 0, 0
         before, self.clock = self.clock, time.monotonic()
         return self.clock - before
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self.clock -= time.monotonic()
+
+    def go_on(self) -> None:
+        """Let the clock run again, as if it had not stopped."""
+        self.clock += time.monotonic()

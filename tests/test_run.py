@@ -122,7 +122,8 @@ def test_a_score_comes_with_its_provenance(run: Path) -> None:
     assert facts["empty"] == 1
     assert facts["update"] == 60
     assert facts["search"]["beam"] == 5
-    assert set(facts["scores"]) == {"bleu", "chrf"}
+    assert set(facts["scores"]) == {"bleu", "chrf", "bleu_word_by_word", "bleu_nearest_neighbour"}
+    assert facts["text"].endswith("test.{lang} (en to de)")
 
 
 # ---------------------------------------------------------------------- metrics

@@ -88,6 +88,10 @@ class TranslationData(LightningDataModule, ABC):
             UserError: the lines cannot be had.
         """
 
+    def origin(self, split: Split) -> str:
+        """Where the lines of a split come from, in words for who wants to find them again."""
+        return type(self).__name__
+
     def setup(self, stage: str | None) -> None:
         """Read, tokenise and count the splits of a stage (none: all) that are not there yet.
 

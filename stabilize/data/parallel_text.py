@@ -49,3 +49,7 @@ class ParallelText(TranslationData):
             UserError: see `stabilize.data.files`.
         """
         return read_pairs(self.patterns[split], self.source, self.target)
+
+    def origin(self, split: Split) -> str:
+        """The path patterns, and the languages in place of `{lang}`."""
+        return f"{' '.join(self.patterns[split])} ({self.source} to {self.target})"

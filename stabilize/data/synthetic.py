@@ -44,3 +44,8 @@ class SyntheticCorpus(TranslationData):
         while len(pairs) < before + self.counts[split]:
             pairs.setdefault(*sentence(random))
         return Pairs(list(pairs)[before:], list(pairs.values())[before:])
+
+    def origin(self, split: Split) -> str:
+        """The seed of the generator, and the counts of lines that the split depends on."""
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        return f"{split} of SyntheticCorpus, corpus_seed {self.corpus_seed}, pairs: {counts}"

@@ -113,8 +113,8 @@ class ScaledSum(Residual):
         if not left < 0.01:
             return []
         return [
-            f"ScaledSum over the {site.layers} layers of the {site.stack} leaves {left:.1e} of the skip path, and of the "
-            "first layer's gradient by it; the scale comes from shallow convolutional models (arXiv:1705.03122)"
+            f"ScaledSum over the {site.layers} layers of the {site.stack} leaves {left:.1e} of the skip path, and of "
+            "the first layer's gradient by it; the scale comes from shallow convolutional models (arXiv:1705.03122)"
         ]
 
 
