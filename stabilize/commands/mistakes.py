@@ -219,7 +219,7 @@ class _Reading:
         owner = self.chosen[prefix.removesuffix(".")].owner
         relatives = {other: None for base in owner.__mro__[1:-1] for other in _subclasses(base)}
         takers = [other.__name__ for other in relatives if name in inspect.signature(other).parameters]
-        others = f", but {' and '.join(takers[:5])} has" if takers else ""
+        others = f"; it belongs to {', '.join(takers[:5])}" if takers else ""
         return f"{owner.__name__} has no such argument{others}{_nearest(name, siblings)}"
 
     @staticmethod

@@ -92,7 +92,7 @@ MISTAKES = {
     ),
     "argument of another class": (
         [f"--{SUM_SCALE}=0.5"],
-        f"{SUM_SCALE} is 0.5: Sum has no such argument, but ScaledSum has",
+        f"{SUM_SCALE} is 0.5: Sum has no such argument; it belongs to ScaledSum",
     ),
     "word for a number": (["--model.width=sixty"], "model.width is sixty: expected int"),
     "float for an integer": (["--trainer.max_steps=1e3"], "trainer.max_steps is 1e3: expected int"),
@@ -177,7 +177,7 @@ MISTAKES = {
     ),
     "strategy of another axis": (
         ["--model.stabilizer.placement=Sum"],
-        "model.stabilizer.placement is Sum: no Placement is called so; there are: PreNorm, PostNorm, B2T, ",
+        "model.stabilizer.placement is Sum: no Placement is called so; there are: PreNorm, ",
     ),
     "module": (
         ["--model.stabilizer.placement=stabilize.strategies.placment.PreNorm"],
