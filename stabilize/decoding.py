@@ -57,7 +57,7 @@ class BeamSearch:
         for name, value in asdict(self).items():
             if not least[name] <= value < math.inf:
                 raise UserError(
-                    f"{name} of BeamSearch is {value}; it must be a finite number, and {least[name]} is the least that will do"
+                    f"{name} of BeamSearch is {value}; a finite number, {least[name]} or more, would do"
                 )
 
     @torch.no_grad()

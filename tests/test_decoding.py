@@ -261,7 +261,7 @@ def test_no_sentences() -> None:
 )
 def test_arguments_that_cannot_be(wrong: dict[str, float]) -> None:
     (name,) = wrong
-    with pytest.raises(UserError, match=f"{name} is {wrong[name]}"):
+    with pytest.raises(UserError, match=f"{name} of BeamSearch is {wrong[name]}"):
         BeamSearch(**wrong)
 
 

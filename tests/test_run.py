@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
+import os
+import pty
 import shlex
 import subprocess
 import sys
@@ -221,6 +224,25 @@ def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
     sent = {key.removesuffix(suffix): row[key] for row in logged for key in row if key.endswith(suffix)}
     assert set(sent) == {f"figures/{name}" for name in pictures}
     assert all((media / picture).is_file() for (picture,) in sent.values())
+
+
+def test_the_tools_of_weights_and_biases_take_the_run(run: Path) -> None:
+    """`wandb sync` would send it, and `wandb beta leet` shows it in a terminal until it is told to quit."""
+    (offline,) = (run / "wandb").glob("offline-run-*")
+    wandb = Path(sys.executable).parent / "wandb"
+    listed = subprocess.run([wandb, "sync", "--dry-run", offline], capture_output=True, text=True)
+    assert "Would sync 1 run" in listed.stdout + listed.stderr
+    ours, theirs = pty.openpty()
+    shown = subprocess.Popen([wandb, "beta", "leet", offline], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    screen = b""
+    while b"help" not in screen:
+        screen += os.read(ours, 65536)
+    os.write(ours, b"q")
+    with contextlib.suppress(OSError):  # the terminal is gone when the program is
+        while os.read(ours, 65536):
+            pass
+    assert shown.wait() == 0
 
 
 # ---------------------------------------------------------------------- the folder, and going on from it

@@ -63,7 +63,7 @@ def test_deep_post_norm_without_help_is_warned_about_in_each_stack() -> None:
     assert len(found) == 2
     for stack, warning in zip(("encoder", "decoder"), found, strict=True):
         assert "PostNorm" in warning
-        assert f"{stack} of 12 layers" in warning
+        assert f"12 layers of the {stack}" in warning
         assert "arXiv:" in warning
 
 
