@@ -1,7 +1,8 @@
-"""Lightning callbacks that watch each layer: one a file, the file named after the class."""
+"""Lightning callbacks that watch each layer, and how a run shows its progress: one a file, named after the class."""
 
 from stabilize.callbacks.gradient_ratio import GradientRatio
 from stabilize.callbacks.layer_similarity import LayerSimilarity
+from stabilize.callbacks.progress_bar import ProgressBar
 from stabilize.callbacks.progress_lines import ProgressLines
 
-__all__ = ["GradientRatio", "LayerSimilarity", "ProgressLines"]
+__all__ = ["GradientRatio", "LayerSimilarity", "ProgressBar", "ProgressLines"]

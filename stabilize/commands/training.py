@@ -19,14 +19,14 @@ import torch
 import wandb
 from jsonargparse import ArgumentError
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from stabilize import kernels, plugins
-from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressLines
+from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressBar, ProgressLines
 from stabilize.commands.card import card
 from stabilize.commands.mistakes import CONFIG, cause_in, class_named, mistake, options
 from stabilize.commands.results import results
@@ -176,7 +176,7 @@ class Command(LightningCLI):
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:
-        bar = RichProgressBar() if config.get("enable_progress_bar") is not False else ProgressLines()
+        bar = ProgressBar() if config.get("enable_progress_bar") is not False else ProgressLines()
         return super()._instantiate_trainer(config, [*callbacks, bar])
 
     def _parse_ckpt_path(self) -> None:
