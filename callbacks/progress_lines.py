@@ -1,20 +1,34 @@
-"""Progress for a log file: a line at each validation instead of a bar."""
+"""Progress for a log file: a line now and then instead of a bar."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 
 
 class ProgressLines(pl.Callback):
-    """Prints one line at each validation: updates, training and validation metrics. For output that is no terminal."""
+    """Prints a line at each logged update and each validation: losses and BLEU. For output that is no terminal."""
 
     KEYS = ("train/loss", "val/nll", "val/bleu")
 
-    @rank_zero_only
+    def __init__(self) -> None:
+        self.last = 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        update = trainer.global_step
+        if update != self.last and update % trainer.log_every_n_steps == 0:
+            self.last = update
+            self._print(trainer, self.KEYS[:1])
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.sanity_checking:
-            return
+        if not trainer.sanity_checking:
+            self._print(trainer, self.KEYS)
+
+    @rank_zero_only
+    def _print(self, trainer: pl.Trainer, keys: Sequence[str]) -> None:
         metrics = trainer.callback_metrics
-        found = [f"{key} {float(metrics[key]):.4g}" for key in self.KEYS if key in metrics]
+        found = [f"{key} {float(metrics[key]):.4g}" for key in keys if key in metrics]
         print(f"update {trainer.global_step:,}: {', '.join(found)}", flush=True)
