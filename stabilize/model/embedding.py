@@ -70,7 +70,7 @@ class Embedding(nn.Module):
                 f"a sentence of {start + length} tokens is longer than model.maximum_length, {self.position.size(0)}; "
                 "raise it, lower data.maximum_length, or use model.positions: sinusoidal"
             )
-        x = F.embedding(tokens, self.weight) * self.scale + position
+        x = F.embedding(tokens, self.weight) * self.scale + position.to(self.weight.dtype)
         return kernels.dropout(x, self.dropout) if self.training else x
 
     def logits(self, hidden: Tensor) -> Tensor:

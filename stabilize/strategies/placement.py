@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from stabilize.strategies.residual import Stream
+from stabilize.strategies.residual import DLCL, Stream
 from stabilize.strategies.site import Site
 from stabilize.strategies.strategy import Part
 
@@ -166,6 +166,11 @@ class ResiDual(PostNorm):
 
     def observe(self, stream: Stream) -> Stream:
         return stream[0]
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        if not isinstance(stabilizer.residual, DLCL):
+            return []
+        return ["ResiDual cannot be combined with DLCL: both keep more than the stream; residual Sum would do"]
 
 
 class NoNorm(Placement):
