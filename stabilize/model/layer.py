@@ -124,7 +124,8 @@ class Layer(nn.Module):
 
     def forward(self, stream: Stream, carry: dict[str, Tensor], context: Context) -> tuple[Stream, dict[str, Tensor]]:
         """`run`, compiled or checkpointed where asked."""
-        run: Callable[..., Any] = functools.partial(compiled_run(), self) if self.compiled else self.run
+        compiles = self.compiled and context.cache is None  # a cache changes with every token and would compile anew
+        run: Callable[..., Any] = functools.partial(compiled_run(), self) if compiles else self.run
         if self.checkpointed and torch.is_grad_enabled():
             return checkpoint(run, stream, carry, context, use_reentrant=False)
         return run(stream, carry, context)
