@@ -56,9 +56,7 @@ class BeamSearch:
         least = {"beam": 1, "length_penalty": 0, "maximum_ratio": 0, "maximum_extra": 1, "minimum_length": 1}
         for name, value in asdict(self).items():
             if not least[name] <= value < math.inf:
-                raise UserError(
-                    f"{name} of BeamSearch is {value}; a finite number, {least[name]} or more, would do"
-                )
+                raise UserError(f"{name} of BeamSearch is {value}; a finite number, {least[name]} or more, would do")
 
     @torch.no_grad()
     def __call__(self, model: EncoderDecoder, source: Tensor) -> list[Hypothesis]:

@@ -50,8 +50,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
 
 
-
-
 def keep_freed_memory() -> None:
     """Ask glibc to keep what one training step frees for the next, instead of giving it back and faulting it in again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -49,6 +50,7 @@ class TranslationTask(LightningModule):
         optimizer: of the parameters; its learning rate is the one at the schedule's factor 1. Vectors, gains and
             biases are left out of weight decay.
         clipping: what bounds the gradient of an update.
+        z_loss: weight of the squared logarithm of the softmax's denominator in the loss; PaLM uses 1e-4.
         search: for `test` and `predict`.
         validation_search: for the checks during training.
         samples: translations shown in the sample table.
@@ -64,6 +66,7 @@ class TranslationTask(LightningModule):
         label_smoothing: float = 0.1,
         optimizer: OptimizerCallable = lambda parameters: Adam(parameters, lr=1e-3, betas=(0.9, 0.98), eps=1e-9),
         clipping: Clipping = NoClipping(),  # noqa: B008  a template, never changed
+        z_loss: float = 0.0,
         search: BeamSearch = BeamSearch(),  # noqa: B008
         validation_search: BeamSearch = BeamSearch(beam=1),  # noqa: B008
         samples: int = 5,
@@ -77,7 +80,8 @@ class TranslationTask(LightningModule):
         self.decoder_stabilizer = decoder_stabilizer
         self.label_smoothing = label_smoothing
         self.optimizer = optimizer
-        self.clipping = clipping
+        self.clipping = copy.deepcopy(clipping)
+        self.z_loss = z_loss
         self.search = search
         self.validation_search = validation_search
         self.samples = samples
@@ -132,10 +136,11 @@ class TranslationTask(LightningModule):
             ]
         groups: list[dict[str, Any]] = []
         factors: list[Callable[[int], float]] = []
+        planned = self.trainer.max_steps if self.trainer.max_steps > 0 else None
         for stabilizer, parameters in shares:
             plain = [p for p in parameters if p.ndim < 2 or id(p) in spared]
             decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
-            factor = stabilizer.warmup.at(self.sizes.width).factor
+            factor = stabilizer.warmup.at(self.sizes.width, planned).factor
             for group in ({"params": decayed}, {"params": plain, "weight_decay": 0.0}):
                 if group["params"]:
                     groups.append(dict(group))
@@ -150,7 +155,8 @@ class TranslationTask(LightningModule):
         real = labels != PAD
         hidden = self.model(batch.source, batch.target[:, :-1])
         labels = labels[real]
-        loss, nll = smoothed_cross_entropy(self.model.project(hidden[real]), labels, self.label_smoothing)
+        logits = self.model.project(hidden[real])
+        loss, nll = smoothed_cross_entropy(logits, labels, self.label_smoothing, self.z_loss)
         return loss, nll, len(labels)
 
     def on_train_start(self) -> None:
@@ -332,6 +338,7 @@ class TranslationTask(LightningModule):
         checkpoint["tokenizer"] = self.tokenizer.model
         checkpoint["precision"] = self.precision
         checkpoint["tokens_seen"] = self._tokens_seen
+        checkpoint["clipping"] = {"class": type(self.clipping).__name__, "state": self.clipping.state()}
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model.
@@ -361,6 +368,8 @@ class TranslationTask(LightningModule):
                 f"({self.tokenizer.hash}): set data.given_tokenizer to the checkpoint's before setup"
             )
         self._tokens_seen = checkpoint["tokens_seen"]
+        if checkpoint["clipping"]["class"] == type(self.clipping).__name__:
+            self.clipping.restore(checkpoint["clipping"]["state"])
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
 

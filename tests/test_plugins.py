@@ -39,9 +39,7 @@ def test_a_plugin_is_imported(distribution: Path) -> None:
     assert plugins.cause_of_absence("Halved") is None
 
 
-def test_a_broken_plugin_is_remembered_with_its_cause(
-    distribution: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_plugin_is_remembered_with_its_cause(distribution: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plugins.load("stabilize.strategies")
     assert set(plugins.broken) == {"Raising", "Missing"}
     assert isinstance(plugins.cause_of_absence("Missing"), ModuleNotFoundError)
@@ -50,9 +48,7 @@ def test_a_broken_plugin_is_remembered_with_its_cause(
     said = capsys.readouterr()
     assert said.out == ""
     warning, other = sorted(said.err.splitlines(), reverse=True)
-    assert warning == (
-        "warning: plug-in Raising (raising_plugin:Raising) is left out: ValueError: needs a newer torch"
-    )
+    assert warning == ("warning: plug-in Raising (raising_plugin:Raising) is left out: ValueError: needs a newer torch")
     assert "missing_plugin" in other
 
 

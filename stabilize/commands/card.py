@@ -32,9 +32,7 @@ def card(
     return Panel(Group(*parts), title=title, title_align="left")
 
 
-def warnings(
-    sizes: Sizes, stabilizer: Stabilizer, decoder_stabilizer: Stabilizer | None, precision: str
-) -> list[str]:
+def warnings(sizes: Sizes, stabilizer: Stabilizer, decoder_stabilizer: Stabilizer | None, precision: str) -> list[str]:
     """What the literature warns about in these stacks, each warning once."""
     stacks = (("encoder", stabilizer), ("decoder", decoder_stabilizer or stabilizer))
     found = [w for stack, chosen in stacks for w in chosen.warnings(sizes.site(stack, 1, "layer"), precision)]

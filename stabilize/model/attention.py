@@ -20,7 +20,7 @@ class Attention(nn.Module):
 
     Args:
         site: where it stands.
-        stabilizer: attention stabiliser and initialisation.
+        stabilizer: of the logits, and draws the weights.
         slots: inner norms and gains: `query`, `key`, `value`, `mixed`.
         norm: makes a norm for a site.
         dropout: rate on the attention weights.
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         self.crosses = site.role == "cross_attention"
         self.slots = nn.ModuleDict(slots)
         key_bias = stabilizer.attention.key_bias or "key" in slots
-        sizes = (site.width, site.width, stabilizer.initialization)
+        sizes = (site.width, site.width, stabilizer)
         if self.crosses:
             self.query = Projection(site, ("query",), *sizes)
             self.value_key = Projection(site, ("value", "key"), *sizes, biased=2 if key_bias else 1)
@@ -50,8 +50,8 @@ class Attention(nn.Module):
         self.stabilizer = stabilizer.attention.at(site, norm=norm)
         self.output = Projection(site, ("output",), *sizes)
 
-    def _slot(self, name: str, x: Tensor) -> Tensor:
-        return self.slots[name](x) if name in self.slots else x
+    def _slot(self, name: str, x: Tensor, real: Tensor) -> Tensor:
+        return self.slots[name](x, real) if name in self.slots else x
 
     def _split(self, x: Tensor, groups: int) -> tuple[Tensor, ...]:
         """`[batch, length, groups * width]` as `groups` tensors `[batch, heads, length, head width]`."""
@@ -65,10 +65,11 @@ class Attention(nn.Module):
                 value, key = self._split(self.value_key(context.memory), 2)
         else:
             query, value, key = self._split(self.query_value_key(x), 3)
-        query = self._slot("query", query)
+        query = self._slot("query", query, context.real)
         if self.crosses and cached is not None:
             return query, *cached
-        key, value = self._slot("key", key), self._slot("value", value)
+        real = context.memory_mask[:, 0, 0] if self.crosses else context.real
+        key, value = self._slot("key", key, real), self._slot("value", value, real)
         if context.cache is not None:
             if cached is not None:
                 key, value = (torch.cat(pair, dim=2) for pair in zip(cached, (key, value), strict=True))
@@ -81,4 +82,5 @@ class Attention(nn.Module):
         mask = context.memory_mask if self.crosses else context.mask
         dropout = self.dropout if self.training else 0.0
         mixed, carried = self.stabilizer(query, key, value, mask, dropout, carried)
-        return self.output(self._slot("mixed", mixed).transpose(1, 2).flatten(2)), carried
+        mixed = self._slot("mixed", mixed, context.real)
+        return self.output(mixed.transpose(1, 2).flatten(2)), carried

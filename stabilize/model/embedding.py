@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stabilize import kernels
 from stabilize.errors import UserError
-from stabilize.strategies import Initialization, Site
+from stabilize.strategies import Site, Stabilizer
 
 Positions: TypeAlias = Literal["sinusoidal", "learned"]
 
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
     Args:
         site: of role `embedding`.
         vocabulary: number of tokens.
-        initialization: draws E.
+        stabilizer: draws E, and may read it in another form.
         positions: `sinusoidal` (any length) or `learned` (up to `maximum_length`).
         maximum_length: number of learned positions.
         dropout: rate on the sum.
@@ -39,7 +39,7 @@ class Embedding(nn.Module):
         self,
         site: Site,
         vocabulary: int,
-        initialization: Initialization,
+        stabilizer: Stabilizer,
         positions: Positions,
         maximum_length: int,
         dropout: float,
@@ -48,7 +48,8 @@ class Embedding(nn.Module):
         self.scale = math.sqrt(site.width)
         self.dropout = dropout
         self.weight = nn.Parameter(torch.empty(vocabulary, site.width))
-        initialization.fill(self.weight.detach(), site, "embedding")
+        stabilizer.initialization.fill(self.weight.detach(), site, "embedding")
+        self.form = stabilizer.forms(self.weight.detach(), site, "embedding")
         self.position: nn.Parameter | None = None
         if positions == "learned":
             self.position = nn.Parameter(torch.empty(maximum_length, site.width))
@@ -70,9 +71,9 @@ class Embedding(nn.Module):
                 f"a sentence of {start + length} tokens is longer than model.maximum_length, {self.position.size(0)}; "
                 "raise it, lower data.maximum_length, or use model.positions: sinusoidal"
             )
-        x = F.embedding(tokens, self.weight) * self.scale + position.to(self.weight.dtype)
+        x = F.embedding(tokens, self.form(self.weight)) * self.scale + position.to(self.weight.dtype)
         return kernels.dropout(x, self.dropout) if self.training else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """E h: `[..., width]` to `[..., vocabulary]`."""
-        return F.linear(hidden, self.weight)
+        return F.linear(hidden, self.form(self.weight))

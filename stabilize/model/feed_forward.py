@@ -23,7 +23,7 @@ class FeedForward(nn.Module):
 
     Args:
         site: where it stands.
-        stabilizer: its initialisation is used.
+        stabilizer: draws the weights.
         slots: inner norms and gains: `hidden_in` before the activation, `hidden` after it, both of size `site.hidden`.
         activation: `relu`, `gelu` or `swiglu`.
         dropout: rate after the activation.
@@ -42,8 +42,8 @@ class FeedForward(nn.Module):
         self.dropout = dropout
         self.slots = nn.ModuleDict(slots)
         roles: list[Role] = ["feed_forward_in"] * (2 if activation == "swiglu" else 1)
-        self.input = Projection(site, roles, site.width, site.hidden, stabilizer.initialization)
-        self.output = Projection(site, ("feed_forward_out",), site.hidden, site.width, stabilizer.initialization)
+        self.input = Projection(site, roles, site.width, site.hidden, stabilizer)
+        self.output = Projection(site, ("feed_forward_out",), site.hidden, site.width, stabilizer)
 
     def _slot(self, name: str, x: Tensor, real: Tensor) -> Tensor:
         return self.slots[name](x, real) if name in self.slots else x

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stabilize.strategies import Initialization, Site
+from stabilize.strategies import Site, Stabilizer
 from stabilize.strategies.initialization import Role
 
 
@@ -20,7 +20,7 @@ class Projection(nn.Module):
         roles: of the groups, in order.
         inputs: size of x.
         outputs: size of one group.
-        initialization: draws each group by its role.
+        stabilizer: draws each group by its role, and may read it in another form.
         biased: how many of the groups, from the first, have a bias; none: all.
     """
 
@@ -30,7 +30,7 @@ class Projection(nn.Module):
         roles: Sequence[Role],
         inputs: int,
         outputs: int,
-        initialization: Initialization,
+        stabilizer: Stabilizer,
         biased: int | None = None,
     ) -> None:
         super().__init__()
@@ -38,9 +38,16 @@ class Projection(nn.Module):
         self.unbiased = 0 if biased is None else (len(roles) - biased) * outputs
         self.weight = nn.Parameter(torch.empty(len(roles) * outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(len(roles) * outputs - self.unbiased))
-        for role, rows in zip(self.roles, self.weight.chunk(len(roles)), strict=True):
-            initialization.fill(rows.detach(), site, role)
+        groups = list(zip(self.roles, self.weight.detach().chunk(len(roles)), strict=True))
+        for role, rows in groups:
+            stabilizer.initialization.fill(rows, site, role)
+        forms = [stabilizer.forms(rows, site, role) for role, rows in groups]
+        self.forms = nn.ModuleList(forms if any(len(form) for form in forms) else [])
 
     def forward(self, x: Tensor) -> Tensor:
         bias = F.pad(self.bias, (0, self.unbiased)) if self.unbiased else self.bias
-        return F.linear(x, self.weight, bias)
+        weight = self.weight
+        if self.forms:
+            groups = weight.chunk(len(self.forms))
+            weight = torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)])
+        return F.linear(x, weight, bias)

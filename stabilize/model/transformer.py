@@ -140,7 +140,7 @@ class EncoderDecoder(nn.Module):
         def embedding(stack: str, chosen: Stabilizer) -> Embedding:
             site = sizes.site(stack, 0, "embedding")
             rest = (sizes.positions, sizes.maximum_length, sizes.dropout)
-            return Embedding(site, vocabulary, chosen.initialization, *rest)
+            return Embedding(site, vocabulary, chosen, *rest)
 
         self.source_embedding = embedding("encoder", stabilizer)
         self.target_embedding = self.source_embedding if sizes.tied else embedding("decoder", decoder_stabilizer)
@@ -149,7 +149,7 @@ class EncoderDecoder(nn.Module):
         self.output: Projection | None = None
         if not sizes.tied:
             site = sizes.site("decoder", sizes.decoder_layers + 1, "final")
-            self.output = Projection(site, ("output",), sizes.width, vocabulary, decoder_stabilizer.initialization)
+            self.output = Projection(site, ("output",), sizes.width, vocabulary, decoder_stabilizer)
 
     @property
     def layers(self) -> list[Layer]:

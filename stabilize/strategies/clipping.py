@@ -16,6 +16,13 @@ from stabilize.strategies.strategy import Strategy
 class Clipping(Strategy):
     """Base of all clippings."""
 
+    def state(self) -> dict[str, float]:
+        """What the next update depends on, in plain numbers; checkpoints hold it."""
+        return {}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Go on from a `state`."""
+
     @abstractmethod
     def clip(self, parameters: Sequence[Tensor]) -> None:
         """Change the gradients of `parameters`, those of a whole update, in place."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from torch import Tensor, nn
 
-from stabilize.strategies.residual import DLCL, Stream
+from stabilize.strategies.residual import Stream
 from stabilize.strategies.site import Site
 from stabilize.strategies.strategy import Part
 
@@ -46,6 +46,8 @@ class Placement(Part):
 
     normalizes_stream: ClassVar[bool] = False
     """True where a norm stands on the stream itself, not only on what a branch reads or gives."""
+    widens_stream: ClassVar[bool] = False
+    """True where the placement keeps more than the residual's stream."""
 
     def slots(self, site: Site, norm: Callable[..., nn.Module]) -> dict[str, nn.Module]:
         """Norms and gains of the branch at `site`, or of the stack's end (role `final`), by slot.
@@ -76,6 +78,17 @@ class Placement(Part):
     def observe(self, stream: Stream) -> Stream:
         """The part of the stream that the residual knows; diagnostics look at it."""
         return stream
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        residual, here = stabilizer.residual, type(self).__name__
+        if self.normalizes_stream and not residual.plain_in_layers:
+            why = f"its stream is more than one tensor, and {here} normalises the stream itself"
+        elif self.widens_stream and not residual.plain_between_layers:
+            why = "both keep more than the stream"
+        else:
+            return []
+        name = type(residual).__name__
+        return [f"{name} cannot be combined with {here}: {why}; model.stabilizer.placement: PreNorm would do"]
 
 
 class PreNorm(Placement):
@@ -148,6 +161,7 @@ class ResiDual(PostNorm):
     """
 
     helps_depth = True
+    widens_stream = True
 
     def slots(self, site: Site, norm: Callable[..., nn.Module]) -> dict[str, nn.Module]:
         return {"norm": norm(site)}
@@ -166,11 +180,6 @@ class ResiDual(PostNorm):
 
     def observe(self, stream: Stream) -> Stream:
         return stream[0]
-
-    def refusals(self, stabilizer: Stabilizer) -> list[str]:
-        if not isinstance(stabilizer.residual, DLCL):
-            return []
-        return ["ResiDual cannot be combined with DLCL: both keep more than the stream; residual Sum would do"]
 
 
 class NoNorm(Placement):

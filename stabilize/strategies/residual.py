@@ -33,6 +33,11 @@ class Residual(Part):
     (`build_link`). All get `norm`, which makes a norm for a site.
     """
 
+    plain_in_layers: bool = True
+    """Whether the stream is one tensor `[batch, length, width]` within a layer, so that a norm can stand on it."""
+    plain_between_layers: bool = True
+    """The same between layers."""
+
     def build(self, site: Site, **needs: Any) -> None:
         if site.role in ("layer", "final"):
             self.build_link(site, **needs)
@@ -170,6 +175,8 @@ class HyperConnections(Residual):
         dynamic: let the weights depend on the token.
     """
 
+    plain_in_layers = plain_between_layers = False
+
     def __init__(self, streams: int = 4, dynamic: bool = False) -> None:
         super().__init__()
         if streams < 1:
@@ -212,22 +219,13 @@ class HyperConnections(Residual):
 
     @staticmethod
     def _normed(stream: Tensor) -> Tensor:
-        return F.layer_norm(stream.float(), stream.shape[-1:])
+        return F.layer_norm(stream.float(), stream.shape[-1:]).to(stream.dtype)
 
     def end(self, stream: Tensor) -> Tensor:
         return stream.sum(0)
 
     def observe(self, stream: Tensor) -> Tensor:
         return stream.sum(0)
-
-    def refusals(self, stabilizer: Stabilizer) -> list[str]:
-        if not stabilizer.placement.normalizes_stream:
-            return []
-        name = type(stabilizer.placement).__name__
-        return [
-            f"HyperConnections cannot be combined with {name}: it keeps several streams, and {name} normalises the "
-            "stream itself; model.stabilizer.placement: PreNorm would do"
-        ]
 
 
 class DLCL(Sum):
@@ -243,6 +241,8 @@ class DLCL(Sum):
     Args:
         normalize: `each` normalises each layer's output (published with pre-norm), `sum` their sum (with post-norm).
     """
+
+    plain_between_layers = False
 
     def __init__(self, normalize: Literal["each", "sum"] = "each") -> None:
         super().__init__()

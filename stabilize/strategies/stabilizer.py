@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from torch import nn
+from torch import Tensor, nn
 
 from stabilize.errors import UserError
 from stabilize.strategies.attention import AttentionStabilizer, PlainAttention
 from stabilize.strategies.epsilon import Epsilon, FixedEpsilon
-from stabilize.strategies.initialization import Initialization, Xavier
+from stabilize.strategies.initialization import Initialization, Role, Xavier
 from stabilize.strategies.norm import LayerNorm, Norm
 from stabilize.strategies.placement import Placement, PreNorm
 from stabilize.strategies.residual import Residual, Sum
@@ -64,6 +64,11 @@ class Stabilizer:
     def make_norm(self, site: Site, precision: str, width: int | None = None) -> nn.Module:
         """A norm for `site` with the epsilon of that place; `width` where its input is not as wide as the stream."""
         return self.norm.at(site, width=width, epsilon=self.epsilon.at(site, precision))
+
+    def forms(self, weight: Tensor, site: Site, role: Role) -> nn.Sequential:
+        """What maps a weight to the one that the model computes with; mostly nothing."""
+        forms = [part.form(weight, site, role) for part in self.axes.values()]
+        return nn.Sequential(*(form for form in forms if form is not None))
 
     def warnings(self, site: Site, precision: str) -> list[str]:
         """What the literature warns about in the stack of `site`."""

@@ -8,9 +8,10 @@ import inspect
 from abc import ABC
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from stabilize.strategies.initialization import Role
     from stabilize.strategies.site import Site
     from stabilize.strategies.stabilizer import Stabilizer
 
@@ -32,6 +33,11 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "init_args": {name: a.spec() if isinstance(a, Strategy) else a for name, a in arguments.items()},
         }
+
+    def form(self, weight: Tensor, site: Site, role: Role) -> nn.Module | None:
+        """For a method that reads weights in another form for good: the module that maps `weight`, newly drawn
+        `[outputs, inputs]`, to what the model computes with. None leaves it as it is."""
+        return None
 
     def constants(self, site: Site) -> dict[str, float]:
         """The numbers that the method's formula gives at a site, by name; shown on the card."""

@@ -23,8 +23,8 @@ def _counted(key: str, updates: int) -> int:
 class Warmup(Strategy):
     """Base of all schedules. Updates count from 1, and the first has a factor above zero."""
 
-    def at(self, width: int) -> Self:
-        """A copy for a model of this width."""
+    def at(self, width: int, planned: int | None = None) -> Self:
+        """A copy for a model of this width, and a run of this many updates; none: it has no planned end."""
         return copy.copy(self)
 
     @abstractmethod
@@ -67,8 +67,8 @@ class Noam(Warmup):
         self.scale = scale
         self.width = 1
 
-    def at(self, width: int) -> Self:
-        placed = super().at(width)
+    def at(self, width: int, planned: int | None = None) -> Self:
+        placed = super().at(width, planned)
         placed.width = width
         return placed
 
