@@ -18,8 +18,8 @@ class ProgressLines(pl.Callback):
         self.last = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        update = trainer.global_step
-        if update != self.last and update % trainer.log_every_n_steps == 0:
+        update, every = trainer.global_step, trainer.log_every_n_steps
+        if update != self.last and every and update % every == 0:
             self.last = update
             self._print(trainer, self.KEYS[:1])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -15,6 +17,7 @@ VERBS = {
     "predict": "translate the test text with a checkpoint",
     "explain": "print what a config's stabiliser is and does, without training",
     "strategies": "list the strategies of each axis",
+    "new-strategy": "write a small package with a strategy of your own",
 }
 
 HELP = """usage: stabilize VERB [options]
@@ -30,19 +33,27 @@ first run: stabilize fit -c configs/quickstart.yaml"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 2 for what the user can mend, 1 for the rest, 130 after Ctrl-C."""
+    """Run the command line; the exit code is 0, 2 for what the user can mend, 1 for the rest, 130 after Ctrl-C.
+
+    141 means that whoever read the output went away, as `head` does.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         if debug:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
+        return 128 + signal.SIGPIPE
     except Exception as error:
         if debug:
             raise
@@ -52,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help"):
-        print(HELP.format(verbs="\n".join(f"  {verb:<12}{what}" for verb, what in VERBS.items())))
+        print(HELP.format(verbs="\n".join(f"  {verb:<14}{what}" for verb, what in VERBS.items())))
         return 0
     verb = words[0]
     if verb not in VERBS:
@@ -63,6 +74,10 @@ def _dispatch(words: list[str]) -> int:
         from stabilize.commands.menu import show
 
         return show(words[1:])
+    if verb == "new-strategy":
+        from stabilize.commands.new_strategy import write
+
+        return write(words[1:])
     from stabilize.commands.training import run
 
     return run(words)

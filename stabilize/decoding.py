@@ -65,15 +65,18 @@ class BeamSearch:
         What is found for a sentence does not depend on the others in the batch. A model that gives NaN ends the search
         with what was found before. Putting the model into evaluation mode, and back, is the caller's part.
         """
-        limits = [int(self.maximum_ratio * length) + self.maximum_extra for length in (source != PAD).sum(1).tolist()]
+        lengths = (source != PAD).sum(1).tolist()
+        limits = [int(self.maximum_ratio * length) + self.maximum_extra for length in lengths]
+        if model.longest is not None:
+            limits = [min(limit, model.longest) for limit in limits]
         best = _Best(len(source), max(limits, default=0), source.device)
 
         # All below is about the sentences still open, fewer and fewer; the beam grows from one begin mark to its width.
         sentence = torch.arange(len(source), device=source.device)  # [open], place in the batch
-        limit = torch.tensor(limits, device=source.device)  # [open]
-        unfinished = torch.full_like(limit, self.beam)  # [open], how many hypotheses may still finish
+        limit = torch.tensor(limits, dtype=torch.float32, device=source.device)  # [open]
+        unfinished = torch.full((len(source),), self.beam, device=source.device)  # [open], hypotheses that may finish
         tokens = torch.full((len(source), 1, 1), BEGIN, device=source.device)  # [open, beam, length + 1]
-        log_p = torch.zeros(len(source), 1, device=source.device)  # [open, beam], -inf: no hypothesis
+        log_p = torch.zeros(len(source), 1, dtype=torch.float32, device=source.device)  # [open, beam], -inf: none
         memory, cache, length = model.encode(source), Cache(), 0  # rows: open * beam
 
         while len(sentence):
@@ -123,7 +126,7 @@ class _Best:
 
     def __init__(self, sentences: int, length: int, device: torch.device) -> None:
         self.ids = torch.full((sentences, length), PAD, device=device)
-        self.score = torch.full((sentences,), -math.inf, device=device)
+        self.score = torch.full((sentences,), -math.inf, dtype=torch.float32, device=device)
         self.truncated = torch.ones(sentences, dtype=torch.bool, device=device)
 
     def offer(self, sentence: Tensor, ids: Tensor, score: Tensor, truncated: Tensor) -> None:

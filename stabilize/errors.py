@@ -8,3 +8,14 @@ class UserError(Exception):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+def at_least(group: str, **numbers: tuple[float, float]) -> None:
+    """Check settings of `group`, each given as (value, least).
+
+    Raises:
+        UserError: one is below its least, or no number.
+    """
+    for name, (value, least) in numbers.items():
+        if value is None or not value >= least:
+            raise UserError(f"{group}.{name} is {value}; {least} is the least that will do")

@@ -54,7 +54,8 @@ class CorpusScore(Metric):
             raise ValueError(f"{len(hypotheses)} hypotheses but {len(references)} references; each needs the other")
         if hypotheses:
             counts = self.scorer._extract_corpus_statistics(hypotheses, [references])
-            self.statistics += torch.tensor(counts, dtype=torch.int64).sum(0).to(self.statistics.device)
+            added = torch.tensor(counts, dtype=torch.int64).sum(0).to(self.statistics.device)
+            self.statistics = self.statistics + added  # not in place: it may come out of inference mode
 
     def compute(self) -> Tensor:
         """The score of all sentences so far, a float64 scalar on the CPU; 0 if there were none."""

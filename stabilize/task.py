@@ -21,10 +21,11 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from stabilize.checkpoint import check_model, check_optimizer, settings
 from stabilize.data.batch import Batch
 from stabilize.data.tokenizer import Tokenizer
 from stabilize.decoding import BeamSearch
-from stabilize.errors import UserError
+from stabilize.errors import UserError, at_least
 from stabilize.evaluation import Evaluation, Translation
 from stabilize.loss import smoothed_cross_entropy
 from stabilize.metrics import CorpusBLEU
@@ -75,6 +76,9 @@ class TranslationTask(LightningModule):
         **sizes: Any,
     ) -> None:
         super().__init__()
+        at_least("model", label_smoothing=(label_smoothing, 0), z_loss=(z_loss, 0), samples=(samples, 0))
+        if label_smoothing >= 1:
+            raise UserError(f"model.label_smoothing is {label_smoothing}; a share below 1 would do")
         self.sizes = Sizes(**sizes)
         self.stabilizer = stabilizer
         self.decoder_stabilizer = decoder_stabilizer
@@ -91,6 +95,7 @@ class TranslationTask(LightningModule):
         self.model: EncoderDecoder
         self.evaluation = Evaluation()
         self._tally = _Tally()
+        self._optimizer_before: dict[str, Any] | None = None
         self._tokens_seen = 0
 
     # ------------------------------------------------------------------ building
@@ -111,9 +116,23 @@ class TranslationTask(LightningModule):
         for layer in self.model.layers:
             layer.compiled, layer.checkpointed = self.compile_layers, self.checkpoint_layers
 
+    def setup(self, stage: str) -> None:
+        """Refuse text that is too long for learned positions, before any work is done."""
+        longest = getattr(self.trainer.datamodule, "longest_line", 0)
+        if self.sizes.positions == "learned" and longest > self.sizes.maximum_length:
+            raise UserError(
+                f"model.maximum_length is {self.sizes.maximum_length}, but the text has a line of {longest} tokens; "
+                f"model.maximum_length: {longest} or model.positions: sinusoidal would do"
+            )
+
     def configure_optimizers(self) -> Any:
         groups, factors = self._parameter_groups()
-        optimizer = self.optimizer(groups)
+        try:
+            optimizer = self.optimizer(groups)
+        except (TypeError, ValueError) as error:  # torch's own words name the argument
+            raise UserError(f"model.optimizer cannot be made: {error}") from error
+        if self._optimizer_before is not None:
+            check_optimizer(self._optimizer_before, settings(optimizer))
         if self.trainer.gradient_clip_val is not None and not isinstance(self.clipping, NoClipping):
             raise UserError(
                 f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val} and model.clipping is "
@@ -195,7 +214,7 @@ class TranslationTask(LightningModule):
         torch._foreach_mul_(gradients, LOSS_UNIT * self.trainer.world_size / tokens)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
+        if not self._logs_this_update:
             return
         loss, nll, tokens = self._over_ranks(self._tally.since_log(self.device)).tolist()
         loss, nll = loss / max(tokens, 1), nll / max(tokens, 1)
@@ -220,8 +239,9 @@ class TranslationTask(LightningModule):
         if isinstance(self.clipping, NoClipping):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
-            self.clipping.clip(parameters)
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:
+            makes_logits = self.model.output or self.model.target_embedding
+            self.clipping.clip(parameters, makes_logits.weight)
+        if self._logs_this_update:
             left = get_total_norm([p.grad for p in parameters if p.grad is not None])
             self.log("gradient_norm/total_clipped", left)
 
@@ -241,6 +261,11 @@ class TranslationTask(LightningModule):
         update = self.trainer.global_step + 1  # Lightning counts it when this hook is done
         for part in self._moved:
             part.after_update(update)
+
+    @property
+    def _logs_this_update(self) -> bool:
+        every = self.trainer.log_every_n_steps
+        return bool(every) and (self.trainer.global_step + 1) % every == 0
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         """The sums of all ranks added up."""
@@ -337,6 +362,7 @@ class TranslationTask(LightningModule):
         checkpoint["task"] = self.spec()
         checkpoint["tokenizer"] = self.tokenizer.model
         checkpoint["precision"] = self.precision
+        checkpoint["optimizer"] = settings(self.trainer.optimizers[0])
         checkpoint["tokens_seen"] = self._tokens_seen
         checkpoint["clipping"] = {"class": type(self.clipping).__name__, "state": self.clipping.state()}
 
@@ -346,14 +372,7 @@ class TranslationTask(LightningModule):
         Raises:
             UserError: another stabiliser or shape, each difference by name.
         """
-        saved, here = _flat(checkpoint["task"]), _flat(self.spec())
-        unlike = [
-            f"model.{key} is {saved.get(key)} in the checkpoint and {here.get(key)} here"
-            for key in {**saved, **here}
-            if saved.get(key) != here.get(key)
-        ]
-        if unlike:
-            raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; give the one it was made with")
+        check_model(checkpoint["task"], self.spec())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on where the checkpoint ended.
@@ -362,6 +381,7 @@ class TranslationTask(LightningModule):
             UserError: it is of another model, or its tokenizer is not this run's.
         """
         self.check(checkpoint)
+        self._optimizer_before = checkpoint["optimizer"]
         if checkpoint["tokenizer"] != self.tokenizer.model:
             raise UserError(
                 f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "
@@ -387,16 +407,6 @@ class TranslationTask(LightningModule):
         task._build(checkpoint["precision"])
         task.load_state_dict(checkpoint["state_dict"])
         return task.eval()
-
-
-def _flat(spec: Any, prefix: str = "") -> dict[str, Any]:
-    """`{"placement": {"class_path": "a.B", "init_args": {"x": 1}}}` as `{"placement": "B", "placement.x": 1}`."""
-    if not isinstance(spec, dict):
-        return {prefix: spec}
-    if "class_path" in spec:
-        chosen = {prefix: spec["class_path"].rpartition(".")[2]}
-        return chosen | _flat(spec["init_args"], prefix)
-    return {k: v for name, value in spec.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}
 
 
 def _from_one(factor: Callable[[int], float]) -> Callable[[int], float]:

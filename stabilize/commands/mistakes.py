@@ -37,7 +37,7 @@ def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> U
         return found
     except Exception:  # a foreign type may be beyond this reading; then jsonargparse has the word
         pass
-    return UserError(" ".join(str(error).split()))
+    return UserError(one_line(error))
 
 
 def class_named(parser: ArgumentParser, key: str, name: str) -> type:
@@ -56,6 +56,11 @@ def cause_in(error: BaseException | None) -> UserError | None:
     while error is not None and not isinstance(error, UserError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def one_line(error: BaseException) -> str:
+    """What a library's error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def read_yaml(path: str) -> Any:

@@ -15,20 +15,21 @@ from typing import Any
 
 import jsonargparse._typehints
 import lightning.pytorch as lightning
-import torch
 import wandb
 from jsonargparse import ArgumentError
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ProgressBar as BasicProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
-from stabilize import kernels, plugins
+from stabilize import checkpoint, kernels, plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressBar, ProgressLines
 from stabilize.commands.card import card
-from stabilize.commands.mistakes import CONFIG, cause_in, class_named, mistake, options
+from stabilize.commands.mistakes import CONFIG, cause_in, class_named, mistake, one_line, options
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
 from stabilize.errors import UserError
@@ -36,6 +37,10 @@ from stabilize.task import TranslationTask
 
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 """Environment variable by which the process that starts a run names its folder to the other ranks."""
+
+OFFLINE = ("offline", "disabled")
+WANDB_MODES = ("online", "shared", *OFFLINE)
+"""What the environment variable WANDB_MODE can say."""
 
 NOISE = (
     r"Experiment logs directory .* exists and is not empty",  # its own run folder, which other parts fill too
@@ -72,11 +77,13 @@ class Trainer(lightning.Trainer):
         model: TranslationTask,
         datamodule: LightningDataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
     ) -> None:
         """Print what a config's stabiliser is and does, without training.
 
         Args:
             ckpt_path: a checkpoint that the config must fit.
+            weights_only: here so that a config of `fit` does; nothing else is ever read.
         """
         vocabulary = getattr(datamodule, "vocabulary", 1)
         parts = (model.sizes, model.stabilizer, model.decoder_stabilizer)
@@ -147,14 +154,20 @@ class Command(LightningCLI):
         parser.add_lightning_class_args(GradientRatio, "gradient_ratio")
         parser.add_lightning_class_args(LayerSimilarity, "layer_similarity")
 
+    def _set_seed(self) -> None:
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            raise UserError(f"seed_everything is {self._get(self.config, 'seed_everything')}: {error}") from error
+
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
         except Exception as error:
             told = cause_in(error)
-            if told is None:
-                raise
-            raise told from None
+            if told is not None:
+                raise told from None
+            raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         self._check_checkpoint()
@@ -164,11 +177,9 @@ class Command(LightningCLI):
         given = self._get(self.config_init, "trainer")
         folder = run_folder(Path(given.get("default_root_dir") or "runs"))
         kwargs |= {"default_root_dir": str(folder)}
-        if given.get("logger") in (None, True):
+        if given.get("logger") in (None, True) and not given.get("barebones"):
             table = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
             kwargs["logger"] = [table, weights_and_biases(folder)]
-        if given.get("enable_progress_bar") is None and not sys.stdout.isatty():
-            kwargs["enable_progress_bar"] = False
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -176,8 +187,26 @@ class Command(LightningCLI):
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:
-        bar = ProgressBar() if config.get("enable_progress_bar") is not False else ProgressLines()
-        return super()._instantiate_trainer(config, [*callbacks, bar])
+        given = config.get("callbacks") or []
+        given = given if isinstance(given, list) else [given]
+        ours = {type(callback) for callback in callbacks} - {ModelCheckpoint}
+        twice = [type(callback).__name__ for callback in given if type(callback) in ours]
+        if twice:
+            raise UserError(
+                f"trainer.callbacks has a {twice[0]}, but every run has one; its settings are a group of keys"
+            )
+        if config.get("barebones"):  # Lightning's way to time the bare loop
+            return super()._instantiate_trainer(config, [])
+        if config.get("enable_checkpointing") is False:
+            callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+        own_bar = any(isinstance(callback, BasicProgressBar) for callback in given)
+        if config.get("enable_progress_bar") is None and not own_bar:
+            config = {**config, "enable_progress_bar": sys.stdout.isatty()}
+        if config.get("enable_progress_bar") is False:
+            callbacks = [*callbacks, ProgressLines()]
+        elif not own_bar:
+            callbacks = [*callbacks, ProgressBar()]
+        return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's arguments win over the command line; here they have to agree."""
@@ -186,21 +215,27 @@ class Command(LightningCLI):
         """Refuse a checkpoint of another model, or none, before a run folder is made and text is read."""
         path = self._get(self.config_init, "ckpt_path")
         if path is not None:
-            saved = load_checkpoint(Path(path))
+            saved = checkpoint.read(Path(path))
             self.model.check(saved)
             self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
         elif self.subcommand not in ("fit", "explain"):
-            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{_such_as_checkpoints()}")
+            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
 
     def before_fit(self) -> None:
         if self.trainer.is_global_zero:
             self.trainer.explain(self.model, self.datamodule)
+        if self._get(self.config_init, "test_after_fit"):
+            self.datamodule.setup("fit")
+            if not self.datamodule.has("test"):
+                raise UserError("test_after_fit is true, but data gives no test text; --test_after_fit false would do")
 
     def after_fit(self) -> None:
         fitted = dict(self.trainer.callback_metrics)
-        if self._get(self.config_init, "test_after_fit") and not self.trainer.interrupted:
-            self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
-        self._report(fitted)
+        try:
+            if self._get(self.config_init, "test_after_fit") and not self.trainer.interrupted:
+                self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+        finally:
+            self._report(fitted)
 
     def after_validate(self) -> None:
         self._report({})
@@ -218,8 +253,8 @@ class Command(LightningCLI):
 
 def run_folder(root: Path) -> Path:
     """A new folder below `root`, named by the time; other ranks of the run find it in the environment."""
-    if "LOCAL_RANK" in os.environ and RUN_FOLDER in os.environ:
-        return Path(os.environ[RUN_FOLDER])
+    if rank_zero_only.rank > 0:  # under torchrun, where nobody names it, the first rank alone writes
+        return Path(os.environ.get(RUN_FOLDER, root))
     folder = root / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
     try:
         folder.mkdir(parents=True)
@@ -231,34 +266,15 @@ def run_folder(root: Path) -> Path:
     return folder
 
 
-def load_checkpoint(path: Path) -> dict[str, Any]:
-    """A checkpoint of `TranslationTask`, read without running code of whoever wrote it.
-
-    Raises:
-        UserError: there is none, or it is damaged or something else.
-    """
-    if not path.is_file():
-        raise UserError(f"ckpt_path is {path}, but there is no such file{_such_as_checkpoints()}")
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
-        saved = None
-    if not isinstance(saved, dict) or not {"task", "tokenizer", "state_dict"} <= saved.keys():
-        raise UserError(f"ckpt_path is {path}, which is damaged or no checkpoint of stabilize{_such_as_checkpoints()}")
-    return saved
-
-
-def _such_as_checkpoints() -> str:
-    """The newest checkpoint below ./runs, as an advice."""
-    found = max(Path("runs").glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
-    return f"; the newest is {found}" if found else "; a run has its own in runs/<run id>/checkpoints"
-
-
 def weights_and_biases(folder: Path) -> Logger:
     """A run in `folder`/wandb: online for who is logged in or asks by WANDB_MODE, else offline; never a question."""
-    known = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
-    mode = os.environ.get("WANDB_MODE", "online") if known else "offline"
+    asked = os.environ.get("WANDB_MODE")
+    if asked not in (None, *WANDB_MODES):
+        raise UserError(f"the environment variable WANDB_MODE is {asked}; {', '.join(WANDB_MODES)} would do")
+    known = asked in OFFLINE or wandb.login(prompt=False, verify=False)
+    if asked and not known:
+        raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; `wandb login` or WANDB_MODE=offline would do")
+    mode = (asked or "online") if known else "offline"
     logger = WandbLogger(
         save_dir=folder,
         id=folder.name,
@@ -294,6 +310,8 @@ def run(arguments: list[str]) -> int:
         Command(arguments)
     except SIGTERMException:
         return 128 + signal.SIGTERM
+    except MisconfigurationException as error:
+        raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
             raise KeyboardInterrupt from end

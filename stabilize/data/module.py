@@ -17,7 +17,7 @@ from stabilize.data.pairs import Pairs, TokenizedPairs
 from stabilize.data.sampler import TokenBatches
 from stabilize.data.sentences import Sentences
 from stabilize.data.tokenizer import Tokenizer
-from stabilize.errors import UserError
+from stabilize.errors import UserError, at_least
 
 Split = Literal["train", "validation", "test"]
 
@@ -57,15 +57,16 @@ class TranslationData(LightningDataModule, ABC):
         baselines: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in {
-            "vocabulary": vocabulary,
-            "batch_tokens": batch_tokens,
-            "evaluation_batch_tokens": evaluation_batch_tokens,
-            "maximum_length": maximum_length,
-            "validation_pairs": 1 if validation_pairs is None else validation_pairs,
-        }.items():
-            if value < 1:
-                raise UserError(f"data.init_args.{name}: {value} is too small: give a number above 0")
+        at_least(
+            "data",
+            vocabulary=(vocabulary, 1),
+            batch_tokens=(batch_tokens, 1),
+            evaluation_batch_tokens=(evaluation_batch_tokens, 1),
+            maximum_length=(maximum_length, 1),
+            validation_pairs=(1 if validation_pairs is None else validation_pairs, 1),
+            seed=(0 if seed is None else seed, 0),
+            workers=(workers, 0),
+        )
         self.vocabulary = vocabulary
         self.byte_fallback = byte_fallback
         self.batch_tokens = batch_tokens
@@ -120,6 +121,18 @@ class TranslationData(LightningDataModule, ABC):
             folder = Path(self.trainer.default_root_dir)
             folder.mkdir(parents=True, exist_ok=True)
             self.tokenizer.save(folder / "tokenizer.model")
+
+    def has(self, split: Split) -> bool:
+        """Whether there is text of a split, known after `setup`."""
+        return split in self._splits
+
+    @property
+    def longest_line(self) -> int:
+        """Tokens of the longest line that a model will read or be scored on, known after `setup`."""
+        lengths = [
+            side.max() for pairs in self._splits.values() for side in (pairs.source_lengths, pairs.target_lengths)
+        ]
+        return int(max(lengths, default=0))
 
     def train_dataloader(self) -> BatchLoader:
         """Batches of the training pairs, in another order each epoch."""

@@ -8,6 +8,7 @@ from typing import Any
 from stabilize.data.grammar import sentence
 from stabilize.data.module import Split, TranslationData
 from stabilize.data.pairs import Pairs
+from stabilize.errors import at_least
 
 
 class SyntheticCorpus(TranslationData):
@@ -19,7 +20,7 @@ class SyntheticCorpus(TranslationData):
     Args:
         train_pairs: number of training pairs.
         validation_pairs: number of validation pairs.
-        test_pairs: number of test pairs.
+        test_pairs: number of test pairs; 0: there is no test.
         corpus_seed: which corpus; `seed` is the order of training.
     """
 
@@ -33,6 +34,7 @@ class SyntheticCorpus(TranslationData):
         **options: Any,
     ) -> None:
         super().__init__(validation_pairs=validation_pairs, **options)
+        at_least("data", train_pairs=(train_pairs, 1), test_pairs=(test_pairs, 0), corpus_seed=(corpus_seed, 0))
         self.counts: dict[Split, int] = {"test": test_pairs, "validation": validation_pairs, "train": train_pairs}
         self.corpus_seed = corpus_seed
 

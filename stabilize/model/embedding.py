@@ -51,6 +51,8 @@ class Embedding(nn.Module):
         stabilizer.initialization.fill(self.weight.detach(), site, "embedding")
         self.form = stabilizer.forms(self.weight.detach(), site, "embedding")
         self.position: nn.Parameter | None = None
+        self.longest = maximum_length if positions == "learned" else None
+        """The most tokens that a sentence may have; none where positions have no end."""
         if positions == "learned":
             self.position = nn.Parameter(torch.empty(maximum_length, site.width))
             nn.init.normal_(self.position.detach(), std=site.width**-0.5)

@@ -152,6 +152,11 @@ class EncoderDecoder(nn.Module):
             self.output = Projection(site, ("output",), sizes.width, vocabulary, decoder_stabilizer)
 
     @property
+    def longest(self) -> int | None:
+        """The most tokens that a sentence may have; none where positions have no end."""
+        return self.target_embedding.longest
+
+    @property
     def layers(self) -> list[Layer]:
         """All layers, the encoder's first."""
         return [*self.encoder.layers, *self.decoder.layers]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor, nn
 
+from stabilize.errors import UserError
+
 if TYPE_CHECKING:
     from stabilize.strategies.initialization import Role
     from stabilize.strategies.site import Site
@@ -26,8 +28,16 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
     """True where the method is published as a cure for the vanishing gradient of deep post-norm stacks."""
 
     def spec(self) -> dict[str, Any]:
-        """How to make this object again, in plain values: `{class_path, init_args}`. Checkpoints hold this."""
+        """How to make this object again, in plain values: `{class_path, init_args}`. Checkpoints hold this.
+
+        Raises:
+            UserError: the class does not keep an argument under its own name.
+        """
         names = list(inspect.signature(type(self)).parameters)
+        lost = [name for name in names if not hasattr(self, name)]
+        if lost:
+            name = type(self).__name__
+            raise UserError(f"{name} does not keep its argument {lost[0]}: __init__ must set self.{lost[0]}")
         arguments = {name: getattr(self, name) for name in names}
         return {
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",

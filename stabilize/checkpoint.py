@@ -1,0 +1,86 @@
+"""What a checkpoint says of the run that wrote it, and whether this run can go on from it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from stabilize.errors import UserError
+
+ADVICE = "give the one it was made with"
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A checkpoint of `TranslationTask`, read without running code of whoever wrote it.
+
+    Raises:
+        UserError: there is none, or it is damaged or something else.
+    """
+    if not path.is_file():
+        raise UserError(f"ckpt_path is {path}, but there is no such file{such_as()}")
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
+        saved = None
+    if not isinstance(saved, dict) or not {"task", "tokenizer", "state_dict"} <= saved.keys():
+        raise UserError(f"ckpt_path is {path}, which is damaged or no checkpoint of stabilize{such_as()}")
+    return saved
+
+
+def such_as() -> str:
+    """The newest checkpoint below ./runs, as an advice."""
+    found = max(Path("runs").glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+    return f"; the newest is {found}" if found else "; a run has its own in runs/<run id>/checkpoints"
+
+
+def check_model(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Compare two `TranslationTask.spec`.
+
+    Raises:
+        UserError: another stabiliser or shape, each difference by name.
+    """
+    unlike = _differences("model", _flat(saved), _flat(here))
+    if unlike:
+        raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; {ADVICE}")
+
+
+def settings(optimizer: Optimizer) -> dict[str, Any]:
+    """An optimiser's class and settings in plain values."""
+    return {"class_path": f"{type(optimizer).__module__}.{type(optimizer).__name__}", "init_args": optimizer.defaults}
+
+
+def check_optimizer(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    """Compare two `settings`; other values in the same class are told, for the checkpoint's go on.
+
+    Raises:
+        UserError: another class, whose state is of no use here.
+    """
+    before, now = _flat(saved, "optimizer"), _flat(here, "optimizer")
+    unlike = _differences("model", before, now)
+    if before["optimizer"] != now["optimizer"]:
+        raise UserError(f"the checkpoint was written with another optimiser: {unlike[0]}; {ADVICE}")
+    if unlike:
+        warnings.warn(f"{'; '.join(unlike)}; a run that goes on keeps the checkpoint's", stacklevel=2)
+
+
+def _differences(group: str, saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    return [
+        f"{group}.{key} is {saved.get(key)} in the checkpoint and {here.get(key)} here"
+        for key in {**saved, **here}
+        if saved.get(key) != here.get(key)
+    ]
+
+
+def _flat(spec: Any, prefix: str = "") -> dict[str, Any]:
+    """`{"placement": {"class_path": "a.B", "init_args": {"x": 1}}}` as `{"placement": "B", "placement.x": 1}`."""
+    if not isinstance(spec, dict):
+        return {prefix: spec}
+    if "class_path" in spec:
+        chosen = {prefix: spec["class_path"].rpartition(".")[2]}
+        return chosen | _flat(spec["init_args"], prefix)
+    return {k: v for name, value in spec.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}
