@@ -54,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
         return 128 + signal.SIGPIPE
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # how rich leaves
+            return 128 + signal.SIGPIPE
+        raise
     except Exception as error:
         if debug:
             raise

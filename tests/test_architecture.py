@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {"metrics", "data"},
     "probe": {"model", "strategies", "stats"},
     "callbacks": {"stats"},
-    "task": {"loss", "decoding", "evaluation", "metrics", "data", "model", "strategies", "stats"},
+    "checkpoint": set(),
+    "task": {"checkpoint", "loss", "decoding", "evaluation", "metrics", "data", "model", "strategies", "stats"},
 }
 MAY_IMPORT["commands"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = {"commands"}

@@ -37,7 +37,7 @@ class TableModel:
     """A model that looks its logits up."""
 
     def __init__(self, table: Table, dtype: torch.dtype = torch.float32) -> None:
-        self.table, self.dtype, self.steps = table, dtype, 0
+        self.table, self.dtype, self.steps, self.longest = table, dtype, 0, None
 
     def encode(self, source: Tensor) -> Memory:
         return Memory(source, source != PAD)
@@ -269,7 +269,7 @@ class Uncached:
     """The same model, decoding every prefix from its start."""
 
     def __init__(self, model: EncoderDecoder) -> None:
-        self.model, self.encode, self.project = model, model.encode, model.project
+        self.model, self.encode, self.project, self.longest = model, model.encode, model.project, model.longest
 
     def decode(self, target: Tensor, memory: Memory, cache: Cache) -> Tensor:
         return self.model.decode(all_tokens(cache, target), memory)
@@ -317,3 +317,22 @@ def test_training_goes_on_after_a_search(transformer: EncoderDecoder) -> None:
     search(transformer, SENTENCES)
     assert transformer.training
     transformer(torch.tensor([[4, END]]), torch.tensor([[BEGIN, 5]])).sum().backward()
+
+
+def test_learned_positions_end_the_search() -> None:
+    sizes = Sizes(1, 1, width=16, heads=2, hidden=32, positions="learned", maximum_length=7)
+    model = EncoderDecoder(12, sizes, Stabilizer()).eval()
+    for found in search(model, SENTENCES, beam=3, maximum_extra=99, minimum_length=90):
+        assert found.truncated
+        assert len(found.ids) == 7
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_scores_are_float32_whatever_the_default(default: torch.dtype, transformer: EncoderDecoder) -> None:
+    """Lightning's true half precision changes torch's default type."""
+    expected = search(transformer, SENTENCES, beam=3)
+    torch.set_default_dtype(default)
+    try:
+        assert search(transformer, SENTENCES, beam=3) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)

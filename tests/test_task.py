@@ -536,3 +536,15 @@ def test_a_deep_copy_shares_nothing() -> None:
         map(id, itertools.chain(twin.modules(), twin.parameters()))
     )
     assert twin.tokenizer.encode(ENGLISH[0]) == task.tokenizer.encode(ENGLISH[0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_training_goes_on_after_a_test(tmp_path: Path) -> None:
+    """The metrics come out of inference mode and count on."""
+    task, data = small_task(), Sentences()
+    trainer = small_trainer(tmp_path, max_epochs=1, limit_val_batches=1.0)
+    trainer.fit(task, datamodule=data)
+    first = trainer.test(task, datamodule=data, verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(task, datamodule=data)
+    assert trainer.test(task, datamodule=data, verbose=False)[0].keys() == first[0].keys()

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse._typehints import ActionTypeHint
+from torch import Tensor
 
 from stabilize import plugins
 from stabilize.errors import UserError
@@ -95,6 +96,8 @@ class _Choice(NamedTuple):
 
     owner: type
     parser: ArgumentParser
+    bases: list[type]
+    """What else could have been chosen descends from these."""
 
 
 class _Reading:
@@ -113,16 +116,22 @@ class _Reading:
             UserError: the mistake.
         """
         for option, value in options(words):
+            if not option:
+                like = f"-c {value}" if _is_file(value) else "--key value"
+                raise UserError(f"{value} stands alone, without what it is for; {like} would do")
+            if option in CONFIG and not value:
+                raise UserError(f"{option} needs the path of a config after it")
             if option in CONFIG:
                 tree = read_yaml(value)
                 self.source = f" (in {value})"
-                if not isinstance(tree, dict | None):
-                    raise UserError(f"the config {value} has no keys, but is {_shown(tree)}")
-                self._keys(self.parser, "", _nested(tree or {}))
+                if not isinstance(tree, dict):
+                    content = "empty" if tree is None else _shown(tree)
+                    raise UserError(f"the config {value} has no keys, but is {content}")
+                self._keys(self.parser, "", _nested(tree))
             else:
                 self.source = ""
                 self._keys(self.parser, "", _nested({option.lstrip("-").removesuffix(".help"): value}))
-        for key, (owner, parser) in self.chosen.items():
+        for key, (owner, parser, _) in self.chosen.items():
             parameters = inspect.signature(owner).parameters
             needed = [name for name in _keys_of(parser) if name in parameters and parameters[name].default is EMPTY]
             missing = [f"{key}.{name}" for name in needed if f"{key}.{name}" not in self.given]
@@ -164,7 +173,7 @@ class _Reading:
         elif bases and isinstance(value, str):
             found = self._find(key, bases, value)
             if found:
-                self.chosen[key] = _Choice(found, _parser_of(found, kind))
+                self.chosen[key] = _Choice(found, _parser_of(found, kind), bases)
 
     def _class_and_arguments(self, key: str, kind: Any, default: Any, value: dict[str, Any]) -> None:
         """Check a class with its arguments, or arguments for the class that is chosen already."""
@@ -172,8 +181,8 @@ class _Reading:
             self._choose(key, kind, value["class_path"])
         elif key not in self.chosen:
             owner = _class_of(default) or _bases(kind)[0]
-            self.chosen[key] = _Choice(owner, _parser_of(owner, kind))
-        owner, parser = self.chosen[key]
+            self.chosen[key] = _Choice(owner, _parser_of(owner, kind), _bases(kind))
+        owner, parser, _ = self.chosen[key]
         arguments = value
         if not value.keys().isdisjoint(SPEC):
             for name in value.keys() - set(SPEC):
@@ -194,7 +203,7 @@ class _Reading:
                 self._stop(key, name, f"the plug-in that brings this {kinds} is broken, {plugins.describe(cause)}")
             names = [known.__name__ for base in bases for known in _subclasses(base)]
             self._stop(key, name, f"no {kinds} is called so{_nearest(str(name), names)}")
-        self.chosen[key] = _Choice(found, _parser_of(found, kind))
+        self.chosen[key] = _Choice(found, _parser_of(found, kind), bases)
 
     def _find(self, key: str, bases: list[type], name: str) -> type | None:
         """The subclass of `bases` called `name`, bare or with its module before it."""
@@ -221,8 +230,8 @@ class _Reading:
             return f"there is no such key{near}"
         if not prefix:
             return f"there is no such key{_nearest(name, siblings)}"
-        owner = self.chosen[prefix.removesuffix(".")].owner
-        relatives = {other: None for base in owner.__mro__[1:-1] for other in _subclasses(base)}
+        owner, _, bases = self.chosen[prefix.removesuffix(".")]
+        relatives = {other: None for base in bases for other in _subclasses(base)}
         takers = [other.__name__ for other in relatives if name in inspect.signature(other).parameters]
         others = f"; it belongs to {', '.join(takers[:5])}" if takers else ""
         return f"{owner.__name__} has no such argument{others}{_nearest(name, siblings)}"
@@ -249,11 +258,15 @@ class _Reading:
 
 
 def options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The options of a command line with their values."""
+    """The options of a command line with their values; a word that is neither has an empty option."""
     rest = iter(words)
     for word in rest:
         option, equals, value = word.partition("=")
-        if option.startswith("-") and not option.startswith("--print_"):
+        if word.startswith("-c") and len(option) > 2:  # the path right after the letter
+            yield "-c", word[2:]
+        elif not word.startswith("-"):
+            yield "", word
+        elif not option.startswith("--print_"):
             yield option, value if equals else next(rest, "")
 
 
@@ -298,7 +311,7 @@ def _bases(kind: Any) -> list[type]:
     if origin is not None:
         inner = () if origin in (Literal, tuple) else parts
         return list(dict.fromkeys(base for part in inner for base in _bases(part)))
-    plain = not isinstance(kind, type) or kind.__module__ in ("builtins", "datetime", "pathlib")
+    plain = not isinstance(kind, type) or kind is Tensor or kind.__module__ in ("builtins", "datetime", "pathlib")
     return [] if plain else [kind]
 
 

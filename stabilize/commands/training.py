@@ -38,9 +38,15 @@ from stabilize.task import TranslationTask
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 """Environment variable by which the process that starts a run names its folder to the other ranks."""
 
-OFFLINE = ("offline", "disabled")
-WANDB_MODES = ("online", "shared", *OFFLINE)
-"""What the environment variable WANDB_MODE can say."""
+WANDB_MODES = {
+    "online": "online",
+    "run": "online",
+    "shared": "shared",
+    "offline": "offline",
+    "dryrun": "offline",
+    "disabled": "disabled",
+}
+"""What the environment variable WANDB_MODE can say, and what it means; W&B itself writes `dryrun` there."""
 
 NOISE = (
     r"Experiment logs directory .* exists and is not empty",  # its own run folder, which other parts fill too
@@ -269,12 +275,13 @@ def run_folder(root: Path) -> Path:
 def weights_and_biases(folder: Path) -> Logger:
     """A run in `folder`/wandb: online for who is logged in or asks by WANDB_MODE, else offline; never a question."""
     asked = os.environ.get("WANDB_MODE")
-    if asked not in (None, *WANDB_MODES):
+    if asked is not None and asked not in WANDB_MODES:
         raise UserError(f"the environment variable WANDB_MODE is {asked}; {', '.join(WANDB_MODES)} would do")
-    known = asked in OFFLINE or wandb.login(prompt=False, verify=False)
-    if asked and not known:
-        raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; `wandb login` or WANDB_MODE=offline would do")
-    mode = (asked or "online") if known else "offline"
+    mode = WANDB_MODES[asked or "online"]
+    if mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
+        if asked:
+            raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; wandb login, or offline, would do")
+        mode = "offline"
     logger = WandbLogger(
         save_dir=folder,
         id=folder.name,

@@ -72,6 +72,8 @@ def read_pairs(patterns: Iterable[str], source: str, target: str) -> Pairs:
                     f"{source_path} has {len(source_lines)} lines but {target_path} has {len(target_lines)}:"
                     " line k of one must translate line k of the other"
                 )
+            if not source_lines:
+                raise UserError(f"{source_path} is empty: give a file with a sentence on each line")
             pairs.source.extend(source_lines)
             pairs.target.extend(target_lines)
     return pairs

@@ -164,6 +164,8 @@ class TranslationData(LightningDataModule, ABC):
 
     def _learn(self, pairs: Pairs) -> Tokenizer:
         lines = [line for pair in zip(pairs.source, pairs.target, strict=True) for line in pair]
+        if not any(line.strip() for line in lines):
+            raise UserError(f"the training text has {len(pairs)} pairs, but nothing is written in any of them")
         return Tokenizer.train(lines, vocabulary=self.vocabulary, byte_fallback=self.byte_fallback)
 
     def _training(self, text: Pairs) -> TokenizedPairs:

@@ -138,6 +138,7 @@ MISTAKES = {
     "tab": (["model:\n\twidth: 64\n"], "0.yaml, line 2, column 1 is no YAML: "),
     "bracket": (["model: {width: 64\ntrainer: 3\n"], "0.yaml, line 2, column 8 is no YAML: "),
     "no mapping": (["[model]\n"], "the config 0.yaml has no keys, but is [model]"),
+    "nothing": (["# nothing yet\n"], "the config 0.yaml has no keys, but is empty"),
     "no file": (
         ["model: {}", "--config=O.yaml"],
         "the config O.yaml cannot be read: No such file or directory; nearest: 0.yaml",
@@ -198,8 +199,38 @@ MISTAKES = {
         "HyperConnections cannot be combined with PostNorm: ",
     ),
     "value of the model": (["--model.heads=7"], "model.width is 512, which model.heads, 7, does not divide"),
-    "value of the data": (["--data.batch_tokens=0"], "data.init_args.batch_tokens: 0 is too small: "),
+    "value of the data": (["--data.batch_tokens=0"], "data.batch_tokens is 0; 1 is the least that will do"),
+    "seed of the data": (["--data.seed=-1"], "data.seed is -1; 0 is the least that will do"),
+    "workers": (["--data.workers=-1"], "data.workers is -1; 0 is the least that will do"),
+    "test pairs": (["--data.test_pairs=-3"], "data.test_pairs is -3; 0 is the least that will do"),
+    "smoothing": (["--model.label_smoothing=1.5"], "model.label_smoothing is 1.5; a share below 1 would do"),
+    "samples": (["--model.samples=-2"], "model.samples is -2; 0 is the least that will do"),
+    "seed": (["--seed_everything=-1"], "seed_everything is -1: "),
+    # What only a library knows.
+    "accelerator": (["--trainer.accelerator=cpuu"], "the config cannot be carried out: You selected an invalid acc"),
+    "devices": (["--trainer.devices=abc"], "the config cannot be carried out: `devices` selected with "),
+    "strategy": (["--trainer.strategy=dpp"], "the config cannot be carried out: You selected an invalid strategy name"),
+    "callback twice": (["--trainer.callbacks+=GradientRatio"], "trainer.callbacks has a GradientRatio, but every run "),
+    # Which words are not what they seem.
+    "learning rate": (["--model.optimizer.lr=abc"], "model.optimizer.lr is abc: expected float"),
+    "argument of nobody": (
+        ["--model.stabilizer.placement.foo=3"],
+        "model.stabilizer.placement.foo is 3: PreNorm ",
+    ),
 }
+
+WORDS = {
+    "config without its flag": (["tiny.yaml"], "tiny.yaml stands alone, without what it is for; -c tiny.yaml would do"),
+    "flag without its value": (["-c"], "-c needs the path of a config after it"),
+    "file right after the letter": (["-cmissing.yaml"], "the config missing.yaml cannot be read: "),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_as_they_are_typed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, start = WORDS[name]
+    assert cli.main(["explain", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {start}")
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import pty
@@ -19,9 +20,11 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
 
+from stabilize import plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity
 from stabilize.cli import main
 from stabilize.commands import training
+from stabilize.model.layer import compiled_run
 from stabilize.task import TranslationTask
 from tests.checkout import ROOT
 
@@ -238,7 +241,150 @@ def test_the_default_optimizer_is_the_tasks() -> None:
     assert training.OPTIMIZER["class_path"] == "torch.optim.Adam"
 
 
+# ---------------------------------------------------------------------- settings that change the path
+
+VALIDATED = ["--trainer.val_check_interval=1", "--trainer.check_val_every_n_epoch=null", "--test_after_fit=true"]
+DYNAMIC = ["--model.stabilizer.placement=PreNorm", "--model.stabilizer.residual=HyperConnections"]
+DYNAMIC += ["--model.stabilizer.residual.dynamic=true"]
+PATHS = {
+    "compiled": ["--model.compile_layers=true"],
+    "bf16-true": ["--trainer.precision=bf16-true", *DYNAMIC],
+    "16-true": ["--trainer.precision=16-true", *DYNAMIC],
+    "64-true": ["--trainer.precision=64-true", *DYNAMIC],
+    "never logged": ["--trainer.log_every_n_steps=0"],
+    "no checkpoints": ["--trainer.enable_checkpointing=false"],
+    "barebones": ["--trainer.barebones=true"],
+    "another bar": ["--trainer.callbacks+=TQDMProgressBar"],
+    "no test": ["--test_after_fit=false", "--data.test_pairs=0"],
+    "learned positions": [
+        "--model.positions=learned",
+        "--model.maximum_length=300",
+        "--model.search.maximum_extra=999",
+    ],
+}
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+@pytest.mark.filterwarnings("ignore:You are trying to `self.log")
+@pytest.mark.parametrize("name", PATHS)
+def test_a_run_comes_to_its_end(
+    name: str, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Training, a check after each update, and a test."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # no C++ compiler
+    compiled_run.cache_clear()
+    assert main(["fit", "--config=tiny.yaml", *VALIDATED, *PATHS[name]]) == 0, capsys.readouterr().err
+    (run,) = runs(here)
+    assert capsys.readouterr().out.endswith(f"run folder: {run.relative_to(here)}\n")
+    assert (run / "checkpoints").exists() == (name not in ("no checkpoints", "barebones"))
+    assert (run / "translations").exists() == (name != "no test")
+
+
+LATE = {
+    "no test text": (["--test_after_fit=true", "--data.test_pairs=0"], "test_after_fit is true, but data gives no te"),
+    "negative rate": (["--model.optimizer.lr=-1"], "model.optimizer cannot be made: Invalid learning rate: -1.0"),
+    "optimiser without groups": (["--model.optimizer=LBFGS"], "model.optimizer cannot be made: LBFGS doesn't support"),
+    "learned positions": (
+        ["--model.positions=learned", "--model.maximum_length=10"],
+        "model.maximum_length is 10, but the text has a line of ",
+    ),
+    "interval": (
+        ["--trainer.val_check_interval=0.5", "--trainer.check_val_every_n_epoch=null"],
+        "the config cannot be carried out: `val_check_interval` should be an integer ",
+    ),
+    "monitor": (
+        ["--checkpoint.monitor=foo", "--trainer.val_check_interval=1"],
+        "the config cannot be carried out: `ModelCheckpoint(monitor='foo')` could not find the monitored key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_what_only_the_text_or_the_model_can_tell(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, start = LATE[name]
+    assert main(["fit", "--config=tiny.yaml", "--trainer.logger=false", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {start}")
+    assert not list(here.glob("runs/*/checkpoints/*"))
+
+
+def test_a_mode_of_weights_and_biases(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("HOME", str(here))
+    monkeypatch.setenv("NETRC", str(here / "netrc"))
+    for mode, start in (
+        ("online", "WANDB_MODE is online, but nobody is logged in"),
+        ("off", "the environment variable"),
+    ):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert main(["fit", "--config=tiny.yaml"]) == 2
+        assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {start}")
+
+
+def test_an_output_that_nobody_reads_on(here: Path) -> None:
+    """As under `stabilize fit ... | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "stabilize", "fit", "--config=tiny.yaml", "--trainer.logger=false"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=environment, timeout=300)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+def test_a_printed_config_goes_to_every_verb(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["fit", "--config=tiny.yaml", "--print_config"])
+    (here / "printed.yaml").write_text(capsys.readouterr().out)
+    for verb in ("explain", "fit"):
+        assert main([verb, "--config=printed.yaml"]) == 0
+
+
+def test_an_optimizer_that_goes_on(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [f"--config={trained}/config.yaml", f"--ckpt_path={trained}/checkpoints/last.ckpt", "--trainer.max_steps=3"]
+    words += ["--trainer.default_root_dir=runs", "--trainer.logger=false"]
+    assert main(["fit", *words, "--model.optimizer=SGD"]) == 2
+    assert "model.optimizer is Adam in the checkpoint and SGD here" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="model.optimizer.lr is 0.001 in the checkpoint and 0.5 here; a run that goes"):
+        assert main(["fit", *words, "--model.optimizer.lr=0.5"]) == 0
+
+
+def test_other_ranks_of_torchrun_leave_no_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(training.RUN_FOLDER, raising=False)
+    monkeypatch.setattr(training.rank_zero_only, "rank", 1)
+    assert training.run_folder(Path("runs")) == Path("runs")
+    assert not Path("runs").exists()
+    monkeypatch.setenv(training.RUN_FOLDER, "runs/first")
+    assert training.run_folder(Path("runs")) == Path("runs/first")
+
+
 # ---------------------------------------------------------------------- plug-ins
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("", "Careless does not keep its argument gain: __init__ must set self.gain"),
+        (
+            "        self.gain = torch.nn.Parameter(torch.ones(1))",
+            "cannot assign parameters before Module.__init__() call",
+        ),
+    ],
+)
+def test_a_careless_strategy_is_one_sentence(
+    body: str, said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = "super().__init__()" if not body else "pass"
+    name = f"careless_{start[0]}"
+    (here / f"{name}.py").write_text(
+        "import torch\nfrom stabilize.strategies import Sum\n\n\nclass Careless(Sum):\n"
+        f"    def __init__(self, gain: float = 1.0) -> None:\n        {start}\n{body}\n"
+    )
+    assert main(["explain", "--config=tiny.yaml", f"--model.stabilizer.residual={name}.Careless"]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_plugin_distribution_is_used_by_its_short_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +402,23 @@ def test_a_plugin_distribution_is_used_by_its_short_name(here: Path, monkeypatch
     checkpoint = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["task"]["stabilizer"]["residual"]["init_args"] == {"gain": 3.0}
     assert checkpoint["global_step"] == 2
+
+
+def test_a_broken_plugin_that_no_config_names_is_a_warning(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = here / "site" / "missing-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: missing\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[stabilize.strategies]\nMissing = missing_plugin:Missing\n")
+    monkeypatch.syspath_prepend(here / "site")
+    monkeypatch.setattr(plugins, "broken", {})
+    for words in (["explain", "--config=tiny.yaml"], ["strategies", "residual"]):
+        assert main(words) == 0
+        assert capsys.readouterr().err == (
+            "warning: plug-in Missing (missing_plugin:Missing) is left out: "
+            "ModuleNotFoundError: No module named 'missing_plugin'\n"
+        )
 
 
 def script() -> list[str]:

@@ -148,7 +148,7 @@ def test_without_test_text(corpus: Path) -> None:
 
 @pytest.mark.parametrize("name", ["vocabulary", "batch_tokens", "evaluation_batch_tokens", "maximum_length"])
 def test_numbers_that_cannot_be(name: str, corpus: Path) -> None:
-    with pytest.raises(UserError, match=rf"data\.init_args\.{name}: 0 is too small"):
+    with pytest.raises(UserError, match=rf"data\.{name} is 0; 1 is the least"):
         data(corpus, **{name: 0})
 
 
