@@ -15,19 +15,53 @@ from stabilize.model.attention import Attention
 from stabilize.strategies import (
     B2T,
     DLCL,
+    GPT2,
+    AdaNorm,
+    AdaptiveLayerNorm,
+    AdminClosedForm,
+    AdminResidual,
+    B2TInit,
+    BranchNorm,
+    CosineAttention,
     DeepNormInit,
     DeepNormResidual,
+    DepthScaled,
+    DynamicErf,
+    DynamicTanh,
+    FixNorm,
+    Fixup,
+    HybridNorm,
     HyperConnections,
+    LayerEpsilon,
+    LayerScale,
+    MaskedBatchNorm,
+    MixNorm,
     NoNorm,
     NoResidual,
+    NormFormer,
+    PeriNorm,
     PostNorm,
+    PowerNorm,
     PreNorm,
     QKNorm,
     RealFormer,
     ResiDual,
+    ReZero,
     RMSNorm,
+    SandwichNorm,
+    ScaledLayerNorm,
     ScaledSum,
+    ScaleNorm,
+    SigmaReparam,
+    SkipInit,
+    SmallInit,
+    SoftCap,
     Stabilizer,
+    StochasticDepth,
+    SubNorm,
+    SubNormInit,
+    TFixup,
+    ValueResidual,
 )
 
 DEEP_NORM = Stabilizer(PostNorm(), DeepNormResidual(), initialization=DeepNormInit())
@@ -52,11 +86,53 @@ STABILIZERS: dict[str, tuple[Stabilizer, Stabilizer]] = {
         "qk_norm_projection": Stabilizer(PreNorm(), attention=QKNorm("projection")),
         "realformer": Stabilizer(PostNorm(), attention=RealFormer()),
         "realformer_mean": Stabilizer(PostNorm(), attention=RealFormer(running_mean=True)),
+        "sandwich": Stabilizer(SandwichNorm()),
+        "peri_norm": Stabilizer(PeriNorm(), norm=RMSNorm()),
+        "sub_norm": Stabilizer(SubNorm(), initialization=SubNormInit()),
+        "norm_former": Stabilizer(NormFormer()),
+        "hybrid_norm": Stabilizer(HybridNorm(), norm=RMSNorm()),
+        "hybrid_norm_first": Stabilizer(HybridNorm(first_layer_pre_norm=True), norm=RMSNorm()),
+        "mix_norm": Stabilizer(MixNorm(0.5)),
+        "admin": Stabilizer(PostNorm(), AdminResidual()),
+        "admin_closed_form": Stabilizer(PostNorm(), AdminClosedForm()),
+        "rezero": Stabilizer(NoNorm(), ReZero()),
+        "skip_init": Stabilizer(NoNorm(), SkipInit("rsqrt_branches")),
+        "layer_scale": Stabilizer(PreNorm(), LayerScale()),
+        "branch_norm": Stabilizer(PostNorm(), BranchNorm(3)),
+        "stochastic_depth": Stabilizer(PreNorm(), StochasticDepth(rate=0.3)),
+        "stochastic_depth_around": Stabilizer(PreNorm(), StochasticDepth(HyperConnections(), 0.3)),
+        "fix_norm": Stabilizer(PreNorm(), norm=ScaleNorm(), initialization=FixNorm()),
+        "ada_norm": Stabilizer(PreNorm(), norm=AdaNorm()),
+        "adaptive_layer_norm": Stabilizer(PreNorm(), norm=AdaptiveLayerNorm()),
+        "dynamic_tanh": Stabilizer(PreNorm(), norm=DynamicTanh(0.3, 0.8)),
+        "dynamic_erf": Stabilizer(PreNorm(), norm=DynamicErf()),
+        "scaled_layer_norm": Stabilizer(PreNorm(), norm=ScaledLayerNorm()),
+        "batch_norm": Stabilizer(PreNorm(), norm=MaskedBatchNorm()),
+        "power_norm": Stabilizer(PostNorm(), norm=PowerNorm(warmup=2)),
+        "soft_cap": Stabilizer(PreNorm(), attention=SoftCap(5.0)),
+        "cosine_attention": Stabilizer(PreNorm(), attention=CosineAttention(learned=True)),
+        "value_residual": Stabilizer(PreNorm(), attention=ValueResidual()),
+        "sigma_reparam": Stabilizer(PostNorm(), attention=SigmaReparam()),
     }.items()
 }
 STABILIZERS["b2t_then_realformer"] = Stabilizer(B2T()), Stabilizer(PreNorm(), attention=RealFormer())
+STABILIZERS["batch_norm_then_layer_norm"] = Stabilizer(norm=MaskedBatchNorm()), Stabilizer()
 STABILIZERS["hyper_connections_then_dlcl"] = Stabilizer(PreNorm(), HyperConnections(2)), Stabilizer(PostNorm(), DLCL())
 """The encoder's and the decoder's stabiliser, by name."""
+
+STARTS: dict[str, tuple[Stabilizer, Stabilizer]] = {
+    name: (stabilizer, stabilizer)
+    for name, stabilizer in {
+        "t_fixup": Stabilizer(NoNorm(), initialization=TFixup()),
+        "fixup": Stabilizer(NoNorm(), SkipInit(1.0), initialization=Fixup()),
+        "gpt2": Stabilizer(PreNorm(), initialization=GPT2()),
+        "ds_init": Stabilizer(PostNorm(), initialization=DepthScaled()),
+        "small_init": Stabilizer(PostNorm(), initialization=SmallInit()),
+        "b2t_released": Stabilizer(B2T(), initialization=B2TInit()),
+        "layer_epsilon": Stabilizer(PostNorm(), epsilon=LayerEpsilon([1e-5, 1e-6], [1e-6, 1e-5])),
+    }.items()
+}
+"""Those that differ from others in numbers alone; no graph, cache or hook knows of them."""
 
 every_stabilizer = pytest.mark.parametrize("name", STABILIZERS)
 
@@ -67,12 +143,13 @@ TARGET = torch.tensor([[2, 5, 6, 7, 8], [2, 9, 4, 0, 0]])
 """Two sentences, the second shorter; `TARGET` as the decoder reads it."""
 
 
-def model_of(name: str, encoder_layers: int = 2, decoder_layers: int = 3, **others: Any) -> EncoderDecoder:
-    """A small model with the stabilisers called `name`, by default in evaluation and without dropout."""
+def model_of(name: str | Stabilizer, encoder_layers: int = 2, decoder_layers: int = 3, **others: Any) -> EncoderDecoder:
+    """A small model with the stabilisers called `name`, or that one, by default in evaluation and without dropout."""
     precision = others.pop("precision", "32-true")
     shape = {"width": 16, "heads": 2, "hidden": 32, "dropout": 0.0} | others
     sizes = Sizes(encoder_layers, decoder_layers, **shape)
-    return EncoderDecoder(VOCABULARY, sizes, *STABILIZERS[name], precision=precision).eval()
+    stabilizers = (name,) if isinstance(name, Stabilizer) else (STABILIZERS | STARTS)[name]
+    return EncoderDecoder(VOCABULARY, sizes, *stabilizers, precision=precision).eval()
 
 
 def disturb(module: nn.Module, deviation: float = 0.05) -> None:

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from stabilize.loss import smoothed_cross_entropy
 from tests.models import assert_equal
+from tests.tasks import sentence_batch, small_task
 
 smoothings = pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.5, 1.0])
 
@@ -73,3 +75,87 @@ def test_certainty_costs_what_smoothing_says() -> None:
     loss, nll = smoothed_cross_entropy(logits, torch.tensor([2]), 0.1)
     assert nll == 0
     assert loss == pytest.approx(0.1 * 100 * 7 / 8)
+
+
+# ---------------------------------------------------------------- z-loss
+
+
+def by_the_formula(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
+    """sum over tokens of (1 - smoothing) nll + smoothing mean_v(-log p(v)) + z_loss (log Z)^2, left to autograd."""
+    log_z = logits.logsumexp(-1)
+    log_p = logits - log_z[:, None]
+    nll = -log_p[torch.arange(len(labels)), labels]
+    return ((1 - smoothing) * nll - smoothing * log_p.mean(-1) + z_loss * log_z**2).sum()
+
+
+@given(
+    tokens=st.integers(1, 12),
+    vocabulary=st.integers(2, 40),
+    smoothing=st.floats(0, 1),
+    z_loss=st.floats(1e-5, 1),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    shift=st.sampled_from([0.0, -20.0, 50.0]),
+)
+def test_z_loss_and_its_gradient_are_the_formulas(
+    tokens: int, vocabulary: int, smoothing: float, z_loss: float, scale: float, shift: float
+) -> None:
+    logits = (torch.randn(tokens, vocabulary) * scale + shift).requires_grad_()
+    labels = torch.randint(vocabulary, (tokens,))
+    exact = logits.detach().double().requires_grad_()
+    expected = by_the_formula(exact, labels, smoothing, z_loss)
+    loss, nll = smoothed_cross_entropy(logits, labels, smoothing, z_loss)
+    assert_equal(loss.double(), expected, 1e-5)
+    torch.testing.assert_close(nll, F.cross_entropy(logits, labels, reduction="sum"), rtol=1e-5, atol=1e-4)
+    (found,), (wanted,) = (torch.autograd.grad(3 * value, x) for value, x in ((loss, logits), (expected, exact)))
+    assert_equal(found.double(), wanted, 1e-5)
+
+
+@smoothings
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_z_loss_of_half_precision_logits_is_computed_in_float32(smoothing: float, dtype: torch.dtype) -> None:
+    logits = (torch.randn(50, 30) * 5 + 10).to(dtype).requires_grad_()
+    labels = torch.randint(30, (50,))
+    exact = logits.detach().double().requires_grad_()
+    loss, _ = smoothed_cross_entropy(logits, labels, smoothing, 1e-2)
+    expected = by_the_formula(exact, labels, smoothing, 1e-2)
+    loss.backward()
+    expected.backward()
+    assert loss.dtype == torch.float32
+    assert logits.grad.dtype == dtype
+    assert_equal(loss.double(), expected.detach(), 1e-5)
+    assert_equal(logits.grad.double(), exact.grad, torch.finfo(dtype).eps)
+
+
+@smoothings
+def test_no_z_loss_is_the_loss_without_it_to_the_bit(smoothing: float) -> None:
+    found = []
+    for weight in ((), (0.0,)):
+        logits = torch.randn(9, 20, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        loss, nll = smoothed_cross_entropy(logits, torch.arange(9), smoothing, *weight)
+        loss.backward()
+        found.append((loss.detach(), nll, logits.grad))
+    assert all(one.equal(other) for one, other in zip(*found, strict=True))
+
+
+def test_z_loss_of_no_tokens_is_nothing() -> None:
+    logits = torch.zeros(0, 5, requires_grad=True)
+    loss, _ = smoothed_cross_entropy(logits, torch.zeros(0, dtype=torch.long), 0.1, 1e-4)
+    loss.backward()
+    assert loss == 0
+    assert logits.grad.shape == (0, 5)
+
+
+def test_z_loss_is_paid_for_a_drift_of_all_logits() -> None:
+    """A shift of all logits adds z_loss ((log Z + shift)^2 - (log Z)^2) a token, and changes no probability."""
+    logits, labels = torch.randn(4, 10), torch.arange(4)
+    (loss, nll), (drifted, same) = (smoothed_cross_entropy(x, labels, 0.1, 1e-2) for x in (logits, logits + 3))
+    log_z = logits.logsumexp(-1)
+    assert_equal(drifted - loss, 1e-2 * ((log_z + 3) ** 2 - log_z**2).sum(), 1e-5)
+    assert_equal(same, nll, 1e-5)
+
+
+def test_a_task_hands_its_z_loss_on() -> None:
+    batch = sentence_batch(0, 1)
+    plain, weighted = (small_task(z_loss=weight).loss(batch) for weight in (0.0, 0.1))
+    assert weighted[0] > plain[0]
+    assert weighted[1].equal(plain[1])

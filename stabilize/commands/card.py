@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -39,6 +41,15 @@ def warnings(sizes: Sizes, stabilizer: Stabilizer, decoder_stabilizer: Stabilize
     return list(dict.fromkeys(found))
 
 
+def _arguments(spec: dict[str, Any]) -> str:
+    """The arguments of a strategy; one that is a strategy itself with its own in brackets."""
+    shown = {
+        name: f"{value['class_path'].rpartition('.')[2]}({_arguments(value)})" if isinstance(value, dict) else value
+        for name, value in spec["init_args"].items()
+    }
+    return ", ".join(f"{name}: {value}" for name, value in shown.items())
+
+
 def _axes(stabilizer: Stabilizer, sizes: Sizes, stacks: tuple[str, ...]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
@@ -46,7 +57,7 @@ def _axes(stabilizer: Stabilizer, sizes: Sizes, stacks: tuple[str, ...]) -> Tabl
     table.add_column()
     for axis, part in stabilizer.axes.items():
         about = entry(type(part))
-        options = ", ".join(f"{name}: {value}" for name, value in part.spec()["init_args"].items())
+        options = _arguments(part.spec())
         lines = [Text(about.equation or about.sentence, style="cyan")]
         if options:
             lines.append(Text(options))

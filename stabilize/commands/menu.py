@@ -1,4 +1,4 @@
-"""`stabilize strategies [AXIS] [NAME]`: the menu."""
+"""`stabilize strategies [AXIS] [NAME]`: the menu, the seven axes and clipping beside them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from stabilize import plugins
 from stabilize.errors import UserError
-from stabilize.strategies import AXES, Strategy
+from stabilize.strategies import AXES, Clipping, Strategy
 from stabilize.strategies.menu import entry, menu
 
 USAGE = """usage: stabilize strategies [AXIS] [NAME]
@@ -21,37 +21,50 @@ the whole docstring and the options with their defaults.
 
 axes: {axes}"""
 
+MENU: dict[str, type[Strategy]] = {**AXES, "clipping": Clipping}
+"""What can be chosen from, by axis: the stabiliser's seven, and the task's clipping."""
+
+
+def key(axis: str) -> str:
+    """The key in YAML under which a strategy of the axis is chosen."""
+    return f"model.stabilizer.{axis}" if axis in AXES else f"model.{axis}"
+
 
 def show(words: list[str]) -> int:
     """Print the menu, an axis, or one strategy."""
     if "-h" in words or "--help" in words:
-        print(USAGE.format(axes=", ".join(AXES)))
+        print(USAGE.format(axes=", ".join(MENU)))
         return 0
     plugins.load("stabilize.strategies")
     if len(words) > 2:
         raise UserError(f"strategies takes an axis and a name, not {' '.join(words)}")
-    chosen = {_known(words[0], AXES, "axis"): AXES[words[0]]} if words else AXES
+    axes = [known(words[0], MENU, "axis")] if words else list(MENU)
     if len(words) == 2:
-        classes = {strategy.__name__: strategy for strategy in menu(AXES[words[0]])}
-        _print_one(classes[_known(words[1], classes, f"{words[0]} strategy")])
+        classes = {strategy.__name__: strategy for strategy in menu(MENU[words[0]])}
+        _print_one(classes[known(words[1], classes, f"{words[0]} strategy")])
         return 0
-    for axis, base in chosen.items():
-        _print_axis(axis, base)
+    for axis in axes:
+        _print_axis(axis)
     return 0
 
 
-def _known(word: str, names: Collection[str], kind: str) -> str:
+def known(word: str, names: Collection[str], kind: str) -> str:
+    """`word` if it is one of the names.
+
+    Raises:
+        UserError: it is not; the nearest are named.
+    """
     if word in names:
         return word
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
     raise UserError(f"no {kind} {word}; {'nearest: ' + ', '.join(near) if near else 'there are ' + ', '.join(names)}")
 
 
-def _print_axis(axis: str, base: type[Strategy]) -> None:
-    table = Table(title=f"model.stabilizer.{axis}", title_justify="left", show_header=False, box=None, padding=(0, 2))
+def _print_axis(axis: str) -> None:
+    table = Table(title=key(axis), title_justify="left", show_header=False, box=None, padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    for strategy in menu(base):
+    for strategy in menu(MENU[axis]):
         about = entry(strategy)
         ours = strategy.__module__.startswith("stabilize.")
         lines = [about.sentence + ("" if ours else f" (third party: {strategy.__module__})")]
@@ -69,7 +82,14 @@ def _print_one(strategy: type[Strategy]) -> None:
         print("\nOptions:")
         for option in options:
             default = "" if option.default is option.empty else f" = {option.default!r}"
-            print(f"  {option.name}: {option.annotation}{default}")
+            print(f"  {option.name}{_annotated(option.annotation)}{default}")
+
+
+def _annotated(annotation: object) -> str:
+    """An annotation as it was written, whether or not the module keeps annotations as text."""
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return f": {annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)}"
 
 
 def _plain(text: str) -> str:

@@ -22,8 +22,8 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as BasicProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 
 from stabilize import checkpoint, kernels, plugins
@@ -259,7 +259,8 @@ class Command(LightningCLI):
 
 def run_folder(root: Path) -> Path:
     """A new folder below `root`, named by the time; other ranks of the run find it in the environment."""
-    if rank_zero_only.rank > 0:  # under torchrun, where nobody names it, the first rank alone writes
+    # Under torchrun nobody names it, and the first rank alone writes.
+    if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_FOLDER, root))
     folder = root / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
     try:

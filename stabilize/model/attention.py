@@ -68,7 +68,7 @@ class Attention(nn.Module):
         query = self._slot("query", query, context.real)
         if self.crosses and cached is not None:
             return query, *cached
-        real = context.memory_mask[:, 0, 0] if self.crosses else context.real
+        real = context.real if context.memory_mask is None or not self.crosses else context.memory_mask[:, 0, 0]
         key, value = self._slot("key", key, real), self._slot("value", value, real)
         if context.cache is not None:
             if cached is not None:

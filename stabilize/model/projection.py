@@ -46,8 +46,7 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = F.pad(self.bias, (0, self.unbiased)) if self.unbiased else self.bias
-        weight = self.weight
-        if self.forms:
-            groups = weight.chunk(len(self.forms))
-            weight = torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)])
-        return F.linear(x, weight, bias)
+        if not self.forms:
+            return F.linear(x, self.weight, bias)
+        groups = self.weight.chunk(len(self.forms))
+        return F.linear(x, torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)]), bias)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stabilize import kernels
+from stabilize.errors import UserError
+from stabilize.strategies.initialization import Role
+from stabilize.strategies.norm import AcrossHeads, refuse_without_mask
 from stabilize.strategies.site import Site
 from stabilize.strategies.strategy import Part
+
+if TYPE_CHECKING:
+    from stabilize.strategies.stabilizer import Stabilizer
 
 
 class AttentionStabilizer(Part):
@@ -75,19 +83,18 @@ class QKNorm(AttentionStabilizer):
         self.over = over
 
     def build(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:  # type: ignore[override]
-        width = site.head_width if self.over == "head" else site.width
-        self.query_norm, self.key_norm = norm(site, width=width), norm(site, width=width)
-
-    def _normed(self, norm: nn.Module, x: Tensor) -> Tensor:
         if self.over == "head":
-            return norm(x)
-        return norm(x.transpose(1, 2).flatten(2)).unflatten(-1, (x.size(1), -1)).transpose(1, 2)
+            self.query_norm, self.key_norm = (norm(site, width=site.head_width) for _ in range(2))
+        else:
+            self.query_norm, self.key_norm = (AcrossHeads(norm(site, width=site.width)) for _ in range(2))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        query, key = self._normed(self.query_norm, query), self._normed(self.key_norm, key)
-        return kernels.attend(query, key, value, mask, dropout), None
+        return kernels.attend(self.query_norm(query), self.key_norm(key), value, mask, dropout), None
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        return refuse_without_mask(self, stabilizer.norm)
 
 
 class RealFormer(AttentionStabilizer):
@@ -121,3 +128,163 @@ class RealFormer(AttentionStabilizer):
         if carried is not None:
             logits = logits + carried
         return kernels.mix(logits * self.share if self.running_mean else logits, value, mask, dropout), logits
+
+
+class SoftCap(AttentionStabilizer):
+    """No logit outgrows a cap, which it comes near ever more slowly.
+
+        softmax(cap tanh(s / cap)) v, s = q k^T / sqrt(d_head)
+
+    Also: before the mask. Gemma 2 caps the output's logits as well, at 30; here they stay.
+    Paper: Gemma Team 2024, arXiv:2408.00118
+
+    Args:
+        cap: of the size of a logit.
+    """
+
+    key_bias = True
+
+    def __init__(self, cap: float = 50.0) -> None:
+        super().__init__()
+        if not 0 < cap < math.inf:
+            raise UserError(f"model.stabilizer.attention.cap is {cap}; a number above zero, such as 50, would do")
+        self.cap = cap
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        logits = self.cap * torch.tanh(kernels.logits(query, key) / self.cap)
+        return kernels.mix(logits, value, mask, dropout), None
+
+
+class CosineAttention(AttentionStabilizer):
+    """Logits know the directions of queries and keys, not their lengths.
+
+        softmax(scale cos(q, k)) v
+
+    Also: no 1 / sqrt(d_head). The paper normalises values too; the authors' released code does not, nor does this.
+    Paper: Qi et al. 2023, arXiv:2304.09856
+
+    Args:
+        scale: the largest logit.
+        learned: learn one scale a branch, from `scale` on; Henry et al. 2020, arXiv:2010.04245, do so, from about 12.
+    """
+
+    key_bias = True
+    scale: float | nn.Parameter  # a number in the template, what is learnt from there where it is placed
+
+    def __init__(self, scale: float = 10.0, learned: bool = False) -> None:
+        super().__init__()
+        if not 0 < scale < math.inf:
+            raise UserError(f"model.stabilizer.attention.scale is {scale}; a number above zero, such as 10, would do")
+        self.scale = scale
+        self.learned = learned
+
+    def build(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:  # type: ignore[override]
+        if self.learned:
+            self.scale = nn.Parameter(torch.tensor(self.scale))
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        stretched = self.scale * query.size(-1) ** 0.5 * F.normalize(query.float(), dim=-1)
+        key_direction = F.normalize(key.float(), dim=-1)
+        return kernels.attend(stretched.to(query.dtype), key_direction.to(key.dtype), value, mask, dropout), None
+
+
+class ValueResidual(PlainAttention):
+    """Each layer mixes the first layer's values into its own.
+
+        softmax(q k^T / sqrt(d_head)) v_l';  v_l' = (1 - share) v_l + share v_1 for l > 1, v_1' = v_1
+
+    Also: published in decoders without cross-attention; here self- and cross-attention have first values of their own.
+    Paper: Zhou et al. 2024, arXiv:2410.17897
+
+    Args:
+        share: of the first layer's values.
+    """
+
+    def __init__(self, share: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= share <= 1:
+            raise UserError(f"model.stabilizer.attention.share is {share}; from 0 to 1, such as 0.5, would do")
+        self.share = share
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        first = value if carried is None else carried
+        mixed, _ = super().forward(query, key, (1 - self.share) * value + self.share * first, mask, dropout, None)
+        return mixed, first
+
+
+class SigmaReparam(PlainAttention):
+    """Every linear layer has the largest singular value that it learns, so that attention does not collapse.
+
+        W_hat = gamma W / sigma(W), sigma(W) the largest singular value of W;  gamma is one number a matrix, learnt
+
+    Also: for query, key and value each by itself, and not for embeddings; attention itself stays as it is. Published
+    on post-norm. sigma(W) = u^T W v with u and v from one power iteration an update, constants to the gradient.
+    Paper: Zhai et al. 2023, arXiv:2303.06296
+
+    Args:
+        start: of gamma; `one` as in the paper and its JAX code, which takes the initialisation's gains out, `spectral`
+            is sigma(W), so that the model starts as it was drawn, as in its PyTorch code, which did the translation.
+    """
+
+    helps_depth = True
+
+    def __init__(self, start: Literal["one", "spectral"] = "one") -> None:
+        super().__init__()
+        self.start = start
+
+    def form(self, weight: Tensor, site: Site, role: Role) -> nn.Module | None:
+        return None if role == "embedding" else SpectralWeight(weight, self.start)
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        site, initialization = Site("encoder", 1, "feed_forward", 6, 6, 512, 8, 2048), stabilizer.initialization
+        if all(initialization.gain(site, role) for role in get_args(Role)):
+            return []
+        name = type(initialization).__name__
+        return [
+            f"SigmaReparam cannot be combined with {name}: it divides each matrix by its largest singular value, and "
+            f"some of {name} start at zero; model.stabilizer.initialization: Xavier would do"
+        ]
+
+
+class SpectralWeight(Part):
+    """gamma W / sigma(W) for one matrix.
+
+    Args:
+        weight: the matrix as it was drawn, `[outputs, inputs]`.
+        start: of gamma, see `SigmaReparam`.
+    """
+
+    v: Tensor
+    next_v: Tensor
+
+    def __init__(self, weight: Tensor, start: Literal["one", "spectral"]) -> None:
+        super().__init__()
+        matrix = weight.float()
+        if matrix.size(0) < matrix.size(1):  # from the smaller of W W^T and W^T W, many times faster than from an SVD
+            v = F.normalize(matrix.T @ torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -1], dim=0)
+        else:
+            v = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -1].clone()
+        self.gamma = nn.Parameter(torch.tensor(1.0) if start == "one" else torch.linalg.vector_norm(matrix @ v))
+        self.register_buffer("v", v)
+        self.register_buffer("next_v", v.clone(), persistent=False)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """`weight`, with its largest singular value gamma."""
+        matrix = weight.float()
+        with torch.autocast(weight.device.type, enabled=False):
+            with torch.no_grad():
+                u = F.normalize(matrix @ self.v.float(), dim=0)
+                v = F.normalize(matrix.T @ u, dim=0)
+                if self.training:
+                    self.next_v.copy_(v)
+            sigma = u @ (matrix @ v)
+        return weight * (self.gamma / sigma)
+
+    def after_update(self, update: int) -> None:
+        self.v.copy_(self.next_v)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
@@ -35,7 +36,8 @@ class Epsilon(Strategy):
         """Epsilon at a site under Lightning's `precision` (`32-true`, `bf16-mixed`, `16-mixed`, ...)."""
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
-        value, chosen = self.at(site, precision), number_format(precision)
+        layers = (dataclasses.replace(site, layer=layer) for layer in range(1, site.layers + 1))
+        value, chosen = min(self.at(layer, precision) for layer in layers), number_format(precision)
         if torch.tensor(value, dtype=chosen) > 0:
             return []
         return [
@@ -79,3 +81,34 @@ class PrecisionEpsilon(Epsilon):
     def at(self, site: Site, precision: str) -> float:
         chosen = number_format(precision)
         return {torch.float16: self.float16, torch.bfloat16: self.bfloat16}.get(chosen, self.float32)
+
+
+class LayerEpsilon(Epsilon):
+    """One epsilon for each layer.
+
+        epsilon = the l-th value of the stack's list in layer l, its last value in all layers beyond
+
+    Args:
+        encoder: by layer of the encoder, from the first; none: the default in all.
+        decoder: by layer of the decoder; none: the default in all.
+        default: of norms that belong to no layer, on an embedding or at the end of a stack.
+    """
+
+    def __init__(
+        self, encoder: list[float] | None = None, decoder: list[float] | None = None, default: float = 1e-5
+    ) -> None:
+        self.encoder = self._values("encoder", encoder)
+        self.decoder = self._values("decoder", decoder)
+        self.default = _positive("default", default)
+
+    @staticmethod
+    def _values(key: str, values: list[float] | None) -> list[float] | None:
+        if values == []:
+            raise UserError(f"model.stabilizer.epsilon.{key} is an empty list; [1e-5] would do")
+        return values and [_positive(key, value) for value in values]
+
+    def at(self, site: Site, precision: str) -> float:
+        if site.role in ("embedding", "final"):
+            return self.default
+        values = (self.encoder if site.stack == "encoder" else self.decoder) or [self.default]
+        return values[min(site.layer, len(values)) - 1]

@@ -6,16 +6,21 @@ norms stand.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
+import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stabilize.errors import UserError
+from stabilize.strategies.epsilon import number_format
+from stabilize.strategies.norm import refuse_without_mask
 from stabilize.strategies.site import Site
 from stabilize.strategies.strategy import Part
 
@@ -37,6 +42,11 @@ class Residual(Part):
     """Whether the stream is one tensor `[batch, length, width]` within a layer, so that a norm can stand on it."""
     plain_between_layers: bool = True
     """The same between layers."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
 
     def build(self, site: Site, **needs: Any) -> None:
         if site.role in ("layer", "final"):
@@ -143,6 +153,236 @@ class DeepNormResidual(Residual):
     def constants(self, site: Site) -> dict[str, float]:
         n, m = site.encoder_layers, site.decoder_layers
         return {"alpha": 0.81 * (n**4 * m) ** (1 / 16) if site.stack == "encoder" else (3 * m) ** 0.25}
+
+
+class AdminResidual(Residual):
+    """The skip is scaled, channel by channel, by how much the branches below it add to the stream before training.
+
+        x ⊕ f = omega x + f;  omega_1 = 1, omega_i^2 = sum over j < i of Var f_j, taken where every omega is one
+
+    Also: published with PostNorm and RAdam; where no norm follows, the omegas multiply. omega is learnt; it is set once
+    by a forward in training mode on the first batch, from the variance of all entries, each stack by itself. Trained
+    100+100 layers with batches of 8 x 4096 tokens, not with 128 x 4096 (notes of admin-torch).
+    Paper: Liu et al. 2020, arXiv:2004.08249
+
+    Args:
+        profile: `paper` as above; `released` as the authors' code, in which the skip's own variance counts too:
+            omega_(i+1)^2 = Var(omega_i x) + Var f_i, omega_i in place when the next branch is measured.
+    """
+
+    helps_depth = True
+
+    def __init__(self, profile: Literal["paper", "released"] = "paper") -> None:
+        super().__init__()
+        self.profile = profile
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.stack = site.stack
+        self.omega = nn.Parameter(torch.ones(site.width))
+
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return (self.omega * stream).to(stream.dtype) + branch
+
+    def prepare(self, model: nn.Module, batch: Any) -> None:
+        branches = [part for part in model.modules() if isinstance(part, AdminResidual) and hasattr(part, "omega")]
+        if branches[0] is not self:
+            return  # one forward serves them all
+        omegas: dict[AdminResidual, Tensor] = {}
+        square: dict[str, Tensor] = {}  # of a stack's next omega
+
+        def measure(part: AdminResidual, stream: Tensor, branch: Tensor) -> Tensor:
+            below = square.get(part.stack)
+            omegas[part] = omega = stream.new_ones((), dtype=torch.float32) if below is None else below.sqrt()
+            if part.profile == "released":
+                part.omega.fill_(omega)
+                below = (omega * stream.float()).var(correction=0)
+            variance = branch.float().var(correction=0)
+            square[part.stack] = variance if below is None else below + variance
+            return type(part).write(part, stream, branch)
+
+        with _rehearsal(model, batch.source.device):
+            for part in branches:
+                part.omega.fill_(1.0)
+                vars(part)["write"] = functools.partial(measure, part)
+            model(batch.source, batch.target[:, :-1])
+            for part in branches:
+                del vars(part)["write"]
+                part.omega.fill_(omegas[part])
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    torch.distributed.broadcast(part.omega, 0)
+
+
+@contextlib.contextmanager
+def _rehearsal(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Run the model as in training, and leave no trace in gradients, random numbers, modes and compiled graphs."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [] if device.type == "cpu" else [device]
+    random = torch.random.fork_rng(devices, device_type=device.type)
+    with torch.no_grad(), random, torch.compiler.set_stance("force_eager"):
+        model.train()
+        yield
+    for module, mode in modes:
+        module.training = mode
+
+
+class AdminClosedForm(Residual):
+    """The skip is scaled up with the depth of the stack, by Admin's rule without a profile.
+
+        x ⊕ f = omega x + f;  omega = sqrt((n + 1) / ln(n + 1) - 1), n the branches of the stack: 2N or 3M
+
+    Also: published with PostNorm; where no norm follows, the omegas multiply. The form stands in the authors' second
+    code, admin-torch, not in the paper; omega is a constant as by default there. That a decoder has n = 3M is read from
+    its "number of residual layers".
+    Paper: Liu et al. 2020, arXiv:2004.08249
+
+    Args:
+        output_change: how the change of the output by an update grows with n: `logarithmic` as above; `constant` with
+            omega = sqrt(n); `linear` with omega = 1, plain post-norm.
+    """
+
+    helps_depth = True
+
+    def __init__(self, output_change: Literal["logarithmic", "constant", "linear"] = "logarithmic") -> None:
+        super().__init__()
+        self.output_change = output_change
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.omega = self.constants(site)["omega"]
+
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return self.omega * stream + branch
+
+    def constants(self, site: Site) -> dict[str, float]:
+        n = site.layers * len(site.roles)
+        square = {"logarithmic": (n + 1) / math.log(n + 1) - 1, "constant": n, "linear": 1}[self.output_change]
+        return {"omega": math.sqrt(square)}
+
+
+class ReZero(Residual):
+    """The branches of a layer are scaled by one learnt number, zero at first, so that training starts at the identity.
+
+        x ⊕ f = x + alpha f;  one alpha a layer, zero at the start
+
+    Also: published without norms and without warm-up; configs/strategies/rezero.yaml sets all three. At the first
+    update alpha alone has a gradient.
+    Paper: Bachlechner et al. 2020, arXiv:2003.04887
+    """
+
+    plain_in_layers = False
+
+    def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        if site.role == "layer":
+            self.alpha = nn.Parameter(torch.zeros(()))
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.last = site.role == site.roles[-1]
+
+    def link(self, x: Tensor, layer: Callable[[Stream], Stream]) -> Tensor:
+        return layer((x, self.alpha))  # branch hands it to branch, the last one leaves it out
+
+    def read(self, stream: tuple[Tensor, Tensor]) -> Tensor:
+        return stream[0]
+
+    def write(self, stream: tuple[Tensor, Tensor], branch: Tensor) -> Stream:
+        x, alpha = stream
+        x = x + alpha * branch
+        return x if self.last else (x, alpha)
+
+    def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
+        if number_format(precision) != torch.float16:
+            return []
+        return [
+            f"ReZero under precision {precision}: unstable in float16 even where shallow, and diverges with 18+18 "
+            "layers (Wang et al. 2022, arXiv:2203.00555)"
+        ]
+
+
+class SkipInit(Residual):
+    """Each branch is scaled by a learnt number, zero or small at the start.
+
+        x ⊕ f = x + alpha f;  alpha = initial
+
+    Also: published for convolutional models, in place of their norms.
+    Paper: De and Smith 2020, arXiv:2002.10444
+
+    Args:
+        initial: alpha before training; `rsqrt_branches` is 1/sqrt(n), n the branches of the stack: 2N or 3M.
+    """
+
+    def __init__(self, initial: float | Literal["rsqrt_branches"] = 0.0) -> None:
+        super().__init__()
+        self.initial = initial
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.alpha = nn.Parameter(torch.tensor(self.constants(site)["alpha"]))
+
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return stream + self.alpha * branch
+
+    def constants(self, site: Site) -> dict[str, float]:
+        branches = site.layers * len(site.roles)
+        return {"alpha": branches**-0.5 if self.initial == "rsqrt_branches" else float(self.initial)}
+
+
+class LayerScale(Residual):
+    """Each branch is scaled channel by channel, by learnt gains that start small.
+
+        x ⊕ f = x + gain f, gain a vector;  gain = initial
+
+    Also: published for pre-norm vision models, whose authors' code starts by the model's size, not by its depth alone.
+    Paper: Touvron et al. 2021, arXiv:2103.17239
+
+    Args:
+        initial: gain before training; none: by the depth of the stack, 0.1 up to 18 layers, 1e-5 up to 24, 1e-6 beyond.
+    """
+
+    def __init__(self, initial: float | None = None) -> None:
+        super().__init__()
+        self.initial = initial
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.gain = nn.Parameter(torch.full((site.width,), self.constants(site)["gain"]))
+
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return stream + (self.gain * branch).to(stream.dtype)
+
+    def constants(self, site: Site) -> dict[str, float]:
+        by_depth = 0.1 if site.layers <= 18 else 1e-5 if site.layers <= 24 else 1e-6
+        return {"gain": by_depth if self.initial is None else self.initial}
+
+
+class BranchNorm(Residual):
+    """The branches fade in over the first updates.
+
+        x ⊕ f = x + alpha f;  alpha = min(1, t / updates), t the number of updates made
+
+    Also: published with PostNorm, which is what it becomes. The paper's text was not at hand: the form is taken from
+    Chen et al. 2026, arXiv:2603.05369, who name BranchNorm as this case (table 5, note 3), and fits its abstract. How
+    many updates the paper takes, its "maximum norm step", is not known; 4000 is the length of a usual warm-up.
+    Paper: Liu et al. 2023, arXiv:2305.02790
+
+    Args:
+        updates: the updates until a branch counts in full.
+    """
+
+    helps_depth = True
+    alpha: Tensor
+
+    def __init__(self, updates: int = 4000) -> None:
+        super().__init__()
+        if updates < 1:
+            raise UserError(f"model.stabilizer.residual.updates is {updates}; it counts updates, so use 1 or more")
+        self.updates = updates
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.register_buffer("alpha", torch.zeros(()))
+
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return stream + self.alpha * branch
+
+    def after_update(self, update: int) -> None:
+        for alpha in self.buffers():  # a branch has one, a link none
+            alpha.fill_(min(1.0, update / self.updates))
 
 
 class NoResidual(Residual):
@@ -263,3 +503,83 @@ class DLCL(Sum):
     def end(self, history: tuple[Tensor, ...]) -> Tensor:
         combined = torch.einsum("kbld,k->bld", torch.stack(history), self.weight)
         return self.norm(combined) if self.normalize == "sum" and len(history) > 1 else combined
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        return refuse_without_mask(self, stabilizer.norm)
+
+
+class StochasticDepth(Residual):
+    """In training a sentence skips each branch with a probability that rises with depth; kept branches make up for it.
+
+        x ⊕ f = around(x, f k / (1 - p)), k = 0 with probability p, else 1;  p = rate l / L in layer l of L
+
+    Also: one draw a sentence and branch; in evaluation x ⊕ f = around(x, f). Published for vision models.
+    Paper: Huang et al. 2016, arXiv:1603.09382
+
+    Args:
+        around: how a branch that is not skipped joins the stream.
+        rate: the probability in the last layer.
+        first: `dropped` as above; `kept` never skips the first layer's branches, p = rate (l - 1) / (L - 1), as timm
+            and torchscale do.
+    """
+
+    skip: Tensor
+
+    def __init__(
+        self,
+        around: Residual = Sum(),  # noqa: B008  a template, only copied
+        rate: float = 0.1,
+        first: Literal["dropped", "kept"] = "dropped",
+    ) -> None:
+        super().__init__()
+        if not 0 <= rate < 1:
+            raise UserError(f"model.stabilizer.residual.rate is {rate}; a probability from 0 to below 1 would do")
+        self.around = around
+        self.rate = rate
+        self.first = first
+        self.helps_depth = around.helps_depth
+        self.plain_in_layers = around.plain_in_layers
+        self.plain_between_layers = around.plain_between_layers
+
+    @property
+    def label(self) -> str:
+        return f"{super().label} around {self.around.label}"
+
+    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.around.build(site, norm=norm)
+        kept = 1 if self.first == "kept" else 0
+        share = (site.layer - kept) / max(1, site.layers - kept)
+        self.register_buffer("skip", torch.tensor(self.rate * share), persistent=False)
+
+    def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
+        self.around.build(site, norm=norm)
+
+    def start(self, x: Tensor) -> Stream:
+        return self.around.start(x)
+
+    def read(self, stream: Stream) -> Tensor:
+        return self.around.read(stream)
+
+    def write(self, stream: Stream, branch: Tensor) -> Stream:
+        if self.training:
+            kept = torch.rand(branch.size(0), 1, 1, device=branch.device) >= self.skip
+            branch = branch * kept / (1 - self.skip)
+        return self.around.write(stream, branch)
+
+    def link(self, stream: Stream, layer: Callable[[Stream], Stream]) -> Stream:
+        return self.around.link(stream, layer)
+
+    def end(self, stream: Stream) -> Tensor:
+        return self.around.end(stream)
+
+    def observe(self, stream: Stream) -> Tensor:
+        return self.around.observe(stream)
+
+    def constants(self, site: Site) -> dict[str, float]:
+        return self.around.constants(site)
+
+    def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        return self.around.refusals(stabilizer)
+
+    def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
+        return self.around.warnings(stabilizer, site, precision)

@@ -6,7 +6,7 @@ import copy
 import importlib
 import inspect
 from abc import ABC
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
     Each argument of `__init__` is kept under its own name, so that the object can say how it was made (`spec`).
     """
 
-    helps_depth: ClassVar[bool] = False
+    helps_depth: bool = False
     """True where the method is published as a cure for the vanishing gradient of deep post-norm stacks."""
 
     def spec(self) -> dict[str, Any]:

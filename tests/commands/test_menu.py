@@ -8,16 +8,17 @@ import re
 import pytest
 
 from stabilize.cli import VERBS, main
-from stabilize.strategies import AXES, Clipping, Strategy
+from stabilize.commands.menu import MENU, key
+from stabilize.strategies import AXES, Strategy, Sum
 from stabilize.strategies.menu import entry, menu
 
 OURS = [
     pytest.param(axis, strategy, id=f"{axis}-{strategy.__name__}")
-    for axis, base in {**AXES, "clipping": Clipping}.items()
+    for axis, base in MENU.items()
     for strategy in menu(base)
     if strategy.__module__.startswith("stabilize.")
 ]
-PLAIN = {"NoNorm", "NoResidual", "FixedEpsilon", "PrecisionEpsilon", "Linear", "NoWarmup", "NoClipping"}
+PLAIN = {"NoNorm", "NoResidual", "FixedEpsilon", "PrecisionEpsilon", "LayerEpsilon", "Linear", "NoWarmup", "NoClipping"}
 """What no paper proposed."""
 
 
@@ -42,8 +43,10 @@ def test_every_strategy_says_what_it_does(axis: str, strategy: type[Strategy]) -
 
 def test_the_menu_has_every_axis_and_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "strategies")
-    for axis, base in AXES.items():
-        assert re.search(rf"^model.stabilizer.{axis} *$", text, flags=re.MULTILINE)
+    assert "model.stabilizer.placement" in text
+    assert "model.clipping" in text
+    for axis, base in MENU.items():
+        assert re.search(rf"^{key(axis)} *$", text, flags=re.MULTILINE)
         for strategy in menu(base):
             assert re.search(rf"^ *{strategy.__name__} ", text, flags=re.MULTILINE)
 
@@ -64,6 +67,19 @@ def test_a_strategy_has_docstring_and_options(capsys: pytest.CaptureFixture[str]
     assert text.startswith("stabilize.strategies.residual.ScaledSum\n")
     assert "x ⊕ f = sum_scale (x + f)" in text
     assert "sum_scale: float | Literal['rsqrt2'] = 'rsqrt2'" in text
+
+
+class Plain(Sum):
+    """Its annotations are classes, as in a module without annotations from the future."""
+
+    def __init__(self, gain=1.0, other=None) -> None:
+        super().__init__()
+
+    __init__.__annotations__["gain"] = float
+
+
+def test_annotations_are_shown_as_they_were_written(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "strategies", "residual", "Plain").endswith("  gain: float = 1.0\n  other = None\n")
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def other_value(parameter: inspect.Parameter) -> Any:
         return not default
     if isinstance(default, int | float):
         return default * 2
+    if list[float] in typing.get_args(parameter.annotation):
+        return [2e-5, 1e-5]
     return next((word for word in words if word != default), 100_000)
 
 

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stabilize.model import Cache, EncoderDecoder, Layer, Sizes
-from stabilize.strategies import Stabilizer
+from stabilize.strategies import Part, Stabilizer
 from tests.models import (
     PAD,
     SOURCE,
     STABILIZERS,
+    STARTS,
     TARGET,
     VOCABULARY,
     assert_equal,
@@ -41,19 +42,22 @@ def loss_of(model: EncoderDecoder) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), TARGET[:, 1:].flatten(), ignore_index=PAD)
 
 
-@every_stabilizer
+@pytest.mark.parametrize("name", STABILIZERS | STARTS)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_five_updates(name: str, precision: str) -> None:
     model = model_of(name, precision=precision, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1).train()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     start, losses = copy.deepcopy(model.state_dict()), []
-    for _ in range(5):
+    parts = [part for part in model.modules() if isinstance(part, Part)]
+    for update in range(1, 6):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
             loss = loss_of(model)
         optimizer.zero_grad()
         loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
+        for part in parts:
+            part.after_update(update)
         losses.append(loss.detach())
     assert torch.stack(losses).isfinite().all()
     assert all(not value.equal(start[key]) for key, value in model.state_dict().items() if value.is_floating_point())
@@ -145,10 +149,10 @@ def test_a_copy_goes_its_own_way(name: str) -> None:
     assert fired(model, twin) == []
 
 
-@every_stabilizer
+@pytest.mark.parametrize("name", STABILIZERS | STARTS)
 def test_a_saved_model_comes_back(name: str) -> None:
     model, file = disturbed(name), io.BytesIO()
-    specs = [stabilizer.spec() for stabilizer in STABILIZERS[name]]
+    specs = [stabilizer.spec() for stabilizer in (STABILIZERS | STARTS)[name]]
     torch.save({"specs": specs, "weights": model.state_dict()}, file)
 
     file.seek(0)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +14,16 @@ from torch import Tensor
 from stabilize.errors import UserError
 from stabilize.model import Sizes
 from stabilize.strategies import Epsilon, FixedEpsilon, LayerNorm, Norm, PrecisionEpsilon, RMSNorm, Stabilizer
-from tests.models import assert_equal, disturb
+from stabilize.strategies.epsilon import LayerEpsilon
+from stabilize.strategies.norm import (
+    AdaNorm,
+    AdaptiveLayerNorm,
+    DynamicErf,
+    DynamicTanh,
+    ScaledLayerNorm,
+    ScaleNorm,
+)
+from tests.models import assert_equal, disturb, model_of
 
 WIDTH = 16
 SITE = Sizes(2, 2, WIDTH, 2, 32).site("encoder", 1, "feed_forward")
@@ -116,3 +129,202 @@ def test_an_epsilon_not_above_zero_is_refused_by_key(key: str, value: float) -> 
 def test_the_default_is_torchs_own() -> None:
     x = torch.randn(3, WIDTH)
     assert_equal(Stabilizer().make_norm(SITE, "32-true")(x), F.layer_norm(x, [WIDTH]))
+
+
+# ---------------------------------------------------------------- other normalisers, in ten lines of float64
+
+Reference = Callable[[Norm, Tensor, float], Tensor]
+
+
+def normed(x: Tensor, epsilon: float) -> Tensor:
+    """LayerNorm without gain and bias."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+def layer_norm(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    return norm.gain * normed(x, epsilon) + norm.bias
+
+
+def rms_norm(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    return norm.gain * x / (x.pow(2).mean(-1, keepdim=True) + epsilon).sqrt()
+
+
+def scale_norm(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    """g x / max(|x|, epsilon), g one number (Nguyen and Salazar 2019, arXiv:1910.05895)."""
+    assert norm.gain.numel() == 1
+    return norm.gain * x / x.norm(dim=-1, keepdim=True).clamp(min=epsilon)
+
+
+def ada_norm(norm: Norm, x: Tensor, epsilon: float, scale: float = 2.0, k: float = 0.1) -> Tensor:
+    """C (1 - k y) y, y = (x - mean) / (deviation + epsilon), the unbiased deviation (Xu et al. 2019)."""
+    y = (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + epsilon)
+    return scale * (1 - k * y.detach()) * y
+
+
+def adaptive_layer_norm(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    """(1 + s) n + b, (s, b) = W silu(n) + w, n without gain and bias."""
+    n = normed(x, epsilon)
+    weight, shift = sorted(norm.parameters(), key=lambda parameter: -parameter.ndim)
+    s, b = (F.silu(n) @ weight.mT + shift).chunk(2, dim=-1)
+    return (1 + s) * n + b
+
+
+def dynamic_tanh(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    """g tanh(alpha x) + b, alpha one number (Zhu et al. 2025, arXiv:2503.10622)."""
+    assert norm.alpha.numel() == 1
+    return norm.gain * torch.tanh(norm.alpha * x) + norm.bias
+
+
+def dynamic_erf(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    """g erf(alpha x + s) + b, alpha and s one number each (Chen et al. 2025, arXiv:2512.10938)."""
+    (shift,) = (parameter for name, parameter in norm.named_parameters() if name not in ("gain", "bias", "alpha"))
+    assert norm.alpha.numel() == shift.numel() == 1
+    return norm.gain * torch.erf(norm.alpha * x + shift) + norm.bias
+
+
+def third_layer(norm: Norm, x: Tensor, epsilon: float) -> Tensor:
+    """LayerNorm / sqrt(l) (Sun et al. 2025, arXiv:2502.05795)."""
+    return layer_norm(norm, x, epsilon) / 3**0.5
+
+
+REFERENCES: dict[str, tuple[Norm, Reference]] = {
+    "layer_norm": (LayerNorm(), layer_norm),
+    "rms_norm": (RMSNorm(), rms_norm),
+    "scale_norm": (ScaleNorm(), scale_norm),
+    "ada_norm": (AdaNorm(), ada_norm),
+    "ada_norm_as_released": (AdaNorm(1.0, 0.3), functools.partial(ada_norm, scale=1.0, k=0.3)),
+    "adaptive_layer_norm": (AdaptiveLayerNorm(), adaptive_layer_norm),
+    "dynamic_tanh": (DynamicTanh(), dynamic_tanh),
+    "dynamic_erf": (DynamicErf(), dynamic_erf),
+    "scaled_layer_norm": (ScaledLayerNorm(), third_layer),
+}
+
+SIZES = Sizes(5, 4, WIDTH, 2, 32)
+
+every_norm = pytest.mark.parametrize("name", REFERENCES)
+sides = pytest.mark.parametrize("side", ["encoder", "decoder"])
+DTYPES = {"float32": (torch.float32, 2e-6), "bfloat16": (torch.bfloat16, 2e-2), "float16": (torch.float16, 3e-3)}
+dtypes = pytest.mark.parametrize(("dtype", "tolerance"), DTYPES.values(), ids=DTYPES)
+
+
+def third(name: str, side: str, width: int | None, epsilon: float, dtype: torch.dtype) -> Norm:
+    """The norm in the third layer of a stack, with its parameters moved."""
+    placed = REFERENCES[name][0].at(SIZES.site(side, 3, "feed_forward"), width=width, epsilon=epsilon)
+    disturb(placed, 0.3)
+    return placed.to(dtype)
+
+
+@every_norm
+@sides
+@dtypes
+@pytest.mark.parametrize("width", [None, 6])
+@pytest.mark.parametrize("epsilon", [1e-5, 0.5])
+def test_every_norm_is_what_its_paper_writes(
+    name: str, side: str, dtype: torch.dtype, tolerance: float, width: int | None, epsilon: float
+) -> None:
+    placed = third(name, side, width, epsilon, dtype)
+    x = (0.3 + torch.randn(2, 5, width or WIDTH)).to(dtype)
+    expected = REFERENCES[name][1](copy.deepcopy(placed).double(), x.double(), epsilon)
+    found = placed(x)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@every_norm
+def test_every_norms_gradient_is_that_of_its_equation(name: str) -> None:
+    placed = third(name, "encoder", None, 1e-5, torch.float32)
+    exact = copy.deepcopy(placed).double()
+    x, weight = torch.randn(2, 5, WIDTH, requires_grad=True), torch.randn(2, 5, WIDTH)
+    found = torch.autograd.grad((placed(x) * weight).sum(), [x, *placed.parameters()])
+    y = x.detach().double().requires_grad_()
+    loss = (REFERENCES[name][1](exact, y, 1e-5) * weight).sum()
+    for one, other in zip(found, torch.autograd.grad(loss, [y, *exact.parameters()]), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@every_norm
+@halves
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
+def test_every_norm_is_finite_in_half_precision(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    # Where epsilon stands outside the root, a gradient of 1 / epsilon is the equation's own; in float16 it must fit.
+    placed = third(name, "encoder", None, 1e-3, dtype)
+    x = x.to(dtype)[None].requires_grad_()
+    output = placed(x)
+    (output * torch.randn(WIDTH, dtype=dtype).clamp(-1, 1)).sum().backward()
+    assert output.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+STARTS: dict[str, tuple[Norm, Callable[[Tensor], Tensor]]] = {
+    "scale_norm": (ScaleNorm(), lambda x: F.rms_norm(x, [WIDTH], eps=0.0)),  # g = sqrt(width)
+    "adaptive_layer_norm": (AdaptiveLayerNorm(), lambda x: F.layer_norm(x, [WIDTH])),
+    "dynamic_tanh": (DynamicTanh(), lambda x: torch.tanh(x / 2)),
+    "dynamic_erf": (DynamicErf(), lambda x: torch.erf(x / 2)),
+    "dynamic_tanh_with_alpha": (DynamicTanh(0.2), lambda x: torch.tanh(0.2 * x)),
+    "dynamic_erf_with_alpha": (DynamicErf(0.2), lambda x: torch.erf(0.2 * x)),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_where_a_norm_starts(name: str) -> None:
+    norm, expected = STARTS[name]
+    x = torch.randn(2, 5, WIDTH)
+    assert_equal(norm.at(SITE, epsilon=1e-5)(x), expected(x), 1e-5)
+
+
+@sides
+def test_dynamic_tanh_has_an_alpha_of_its_own_before_attention(side: str) -> None:
+    """0.8 before attention, 0.2 elsewhere: the paper's LLaMA of seven billion parameters."""
+    norm, x = DynamicTanh(0.2, 0.8), torch.randn(2, 5, WIDTH)
+    stack = getattr(model_of(Stabilizer(norm=norm)), side)
+    for layer in stack.layers:
+        *attentions, feed_forward = layer.branches
+        for branch in attentions:
+            assert_equal(branch.slots["norm"](x), torch.tanh(0.8 * x))
+        assert_equal(feed_forward.slots["norm"](x), torch.tanh(0.2 * x))
+    assert_equal(stack.end.slots["norm"](x), torch.tanh(0.2 * x))
+
+
+@sides
+def test_a_scaled_layer_norm_divides_by_the_root_of_the_layer_but_not_at_the_end(side: str) -> None:
+    x = torch.randn(2, 5, WIDTH)
+    stack = getattr(model_of(Stabilizer(norm=ScaledLayerNorm()), 4, 3), side)
+    for number, layer in enumerate(stack.layers, 1):
+        for branch in layer.branches:
+            assert_equal(branch.slots["norm"](x), F.layer_norm(x, [WIDTH]) / number**0.5)
+    assert_equal(stack.end.slots["norm"](x), F.layer_norm(x, [WIDTH]))
+
+
+@sides
+@pytest.mark.parametrize(
+    ("layer", "role", "expected"),
+    [
+        (0, "embedding", 7.0),
+        (1, "self_attention", 1.0),
+        (1, "feed_forward", 1.0),
+        (2, "feed_forward", 2.0),
+        (3, "self_attention", 3.0),
+        (4, "feed_forward", 3.0),
+    ],
+)
+def test_an_epsilon_a_layer(layer: int, role: str, expected: float, side: str) -> None:
+    """A list shorter than the stack goes on with its last value."""
+    values = {"encoder": [1.0, 2.0, 3.0], "decoder": [10.0, 20.0, 30.0]}
+    found = LayerEpsilon(**values, default=7.0).at(SIZES.site(side, layer, role), "32-true")
+    assert found == expected * (10 if side == "decoder" and expected < 7 else 1)
+
+
+@sides
+def test_the_last_norm_has_the_default_epsilon(side: str) -> None:
+    model = model_of(Stabilizer(epsilon=LayerEpsilon([0.1], [0.2], default=0.3)))
+    stack, value = getattr(model, side), {"encoder": 0.1, "decoder": 0.2}[side]
+    assert stack.end.slots["norm"].epsilon == 0.3
+    assert {branch.slots["norm"].epsilon for layer in stack.layers for branch in layer.branches} == {value}
+
+
+@pytest.mark.parametrize("values", [[0.0], [1e-5, -1.0], []])
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_an_epsilon_of_a_layer_that_will_not_do_is_refused_by_key(side: str, values: list[float]) -> None:
+    with pytest.raises(UserError, match=rf"epsilon\.{side}"):
+        LayerEpsilon(**{"encoder": [1e-5], "decoder": [1e-5], side: values})

@@ -5,64 +5,35 @@ The references follow the papers, not the classes: plain loops over all branches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from stabilize.model import Context, Layer, Stack
-from tests.models import assert_equal, disturb, model_of
-
-ENCODER_LAYERS, DECODER_LAYERS, WIDTH = 3, 4, 8
-
-Map = Callable[[Tensor], Tensor]
-
-
-class Known(nn.Module):
-    """A branch that anyone can repeat: tanh(W x + b)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, context: Context, carried: None) -> tuple[Tensor, None]:
-        return self.linear(x).tanh(), None
-
-
-class Written(NamedTuple):
-    """A branch as an equation has it."""
-
-    f: Map
-    norm: Map
-    weights: nn.Module
-
-
-def layer_norm(module: nn.Module) -> Map:
-    return lambda x: F.layer_norm(x, x.shape[-1:], module.gain, module.bias, 1e-5)
-
-
-def branches(*layers: Layer) -> Iterator[Written]:
-    for layer in layers:
-        for branch in layer.branches:
-            norm = layer_norm(branch.slots["norm"]) if "norm" in branch.slots else nn.Identity()
-            yield Written(lambda x, f=branch.function: f.linear(x).tanh(), norm, branch.residual)
-
-
-def final_norm(stack: Stack) -> Map:
-    return layer_norm(stack.end.slots["norm"])
+from stabilize.model import Stack
+from tests.models import assert_equal, disturb
+from tests.strategies.wiring import (
+    DECODER_LAYERS,
+    ENCODER_LAYERS,
+    WIDTH,
+    branches,
+    final_norm,
+    layer_norm,
+    run,
+    stack_of,
+)
 
 
 def pre_norm(x: Tensor, stack: Stack) -> Tensor:
-    for f, norm, _ in branches(*stack.layers):
+    for f, norm, *_ in branches(*stack.layers):
         x = x + f(norm(x))
     return final_norm(stack)(x)
 
 
 def post_norm(x: Tensor, stack: Stack) -> Tensor:
-    for f, norm, _ in branches(*stack.layers):
+    for f, norm, *_ in branches(*stack.layers):
         x = norm(x + f(x))
     return x
 
@@ -70,7 +41,7 @@ def post_norm(x: Tensor, stack: Stack) -> Tensor:
 def b2t(x: Tensor, stack: Stack) -> Tensor:
     for layer in stack.layers:
         bottom, (*inner, last) = x, branches(layer)
-        for f, norm, _ in inner:
+        for f, norm, *_ in inner:
             x = norm(x + f(x))
         x = last.norm(bottom + x + last.f(x))
     return x
@@ -78,20 +49,20 @@ def b2t(x: Tensor, stack: Stack) -> Tensor:
 
 def residual(x: Tensor, stack: Stack) -> Tensor:
     summed = x
-    for f, norm, _ in branches(*stack.layers):
+    for f, norm, *_ in branches(*stack.layers):
         h = f(x)
         summed, x = summed + h, norm(x + h)
     return x + final_norm(stack)(summed)
 
 
 def no_norm(x: Tensor, stack: Stack) -> Tensor:
-    for f, _, _ in branches(*stack.layers):
+    for f, *_ in branches(*stack.layers):
         x = x + f(x)
     return x
 
 
 def scaled_sum(x: Tensor, stack: Stack) -> Tensor:
-    for f, norm, _ in branches(*stack.layers):
+    for f, norm, *_ in branches(*stack.layers):
         x = (x + f(norm(x))) * 0.5**0.5
     return final_norm(stack)(x)
 
@@ -99,13 +70,13 @@ def scaled_sum(x: Tensor, stack: Stack) -> Tensor:
 def deep_norm(x: Tensor, stack: Stack) -> Tensor:
     n, m = ENCODER_LAYERS, DECODER_LAYERS
     alpha = 0.81 * (n**4 * m) ** (1 / 16) if len(stack.layers) == n else (3 * m) ** (1 / 4)
-    for f, norm, _ in branches(*stack.layers):
+    for f, norm, *_ in branches(*stack.layers):
         x = norm(alpha * x + f(x))
     return x
 
 
 def no_residual(x: Tensor, stack: Stack) -> Tensor:
-    for f, norm, _ in branches(*stack.layers):
+    for f, norm, *_ in branches(*stack.layers):
         x = f(norm(x))
     return final_norm(stack)(x)
 
@@ -113,7 +84,7 @@ def no_residual(x: Tensor, stack: Stack) -> Tensor:
 def hyper_connections(x: Tensor, stack: Stack) -> Tensor:
     """h = A_m^T H; H' = A_r^T H + B^T f(norm(h)), H `[batch, length, streams, width]`."""
     streams = torch.stack([x] * 4, dim=2)
-    for f, norm, weights in branches(*stack.layers):
+    for f, norm, _, weights in branches(*stack.layers):
         a_m, a_r, b = weights.read_weight[:, None], weights.mix_weight, weights.write_weight[None]
         streams = a_r.mT @ streams + b.mT @ f(norm(a_m.mT @ streams))
     return final_norm(stack)(streams.sum(2))
@@ -122,7 +93,7 @@ def hyper_connections(x: Tensor, stack: Stack) -> Tensor:
 def dynamic_hyper_connections(x: Tensor, stack: Stack) -> Tensor:
     """The same with A_m + s_a tanh(H W_m), A_r + s_a tanh(H W_r), B + s_b tanh(H W_b), H normed, for each token."""
     streams = torch.stack([x] * 4, dim=2)
-    for f, norm, weights in branches(*stack.layers):
+    for f, norm, _, weights in branches(*stack.layers):
         normed = F.layer_norm(streams, [WIDTH])
         s_a, s_b = weights.mix_scale, weights.write_scale
         a_m = weights.read_weight[:, None] + s_a * torch.tanh(normed @ weights.read_by_token[:, None])
@@ -141,7 +112,7 @@ def dlcl(x: Tensor, stack: Stack) -> Tensor:
     normed = [x]
     for layer in stack.layers:
         x = weighted(normed, layer.link.weight)
-        for f, norm, _ in branches(layer):
+        for f, norm, *_ in branches(layer):
             x = x + f(norm(x))
         normed.append(layer_norm(layer.link.norm)(x))
     return final_norm(stack)(weighted(normed, stack.end.residual.weight))
@@ -153,7 +124,7 @@ def dlcl_post(x: Tensor, stack: Stack) -> Tensor:
     for layer in stack.layers:
         x = weighted(outputs, layer.link.weight)
         x = x if len(outputs) == 1 else layer_norm(layer.link.norm)(x)
-        for f, norm, _ in branches(layer):
+        for f, norm, *_ in branches(layer):
             x = norm(x + f(x))
         outputs.append(x)
     return layer_norm(stack.end.residual.norm)(weighted(outputs, stack.end.residual.weight))
@@ -175,20 +146,6 @@ REFERENCES = [
 ]
 
 
-def stack_of(name: str, side: str) -> Stack:
-    """A stack whose branches are known functions."""
-    stack = getattr(model_of(name, ENCODER_LAYERS, DECODER_LAYERS, width=WIDTH), side)
-    for layer in stack.layers:
-        for branch in layer.branches:
-            branch.function = Known()
-    return stack
-
-
-def run(stack: Stack, x: Tensor) -> Tensor:
-    real = torch.ones(x.shape[:2], dtype=torch.bool)
-    return stack(x, Context(real, real[:, None, None]))
-
-
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda reference: reference.__name__)
 def test_a_stack_follows_its_equation(reference: Callable[[Tensor, Stack], Tensor], side: str) -> None:
@@ -208,7 +165,7 @@ def test_hyper_connections_start_as_pre_norm(name: str, side: str) -> None:
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_each_branch_first_reads_a_stream_of_its_own(side: str) -> None:
-    weights = [residual.read_weight for _, _, residual in branches(*stack_of("hyper_connections", side).layers)]
+    weights = [residual.read_weight for *_, residual in branches(*stack_of("hyper_connections", side).layers)]
     assert [weight.argmax().item() for weight in weights] == [place % 4 for place in range(len(weights))]
 
 

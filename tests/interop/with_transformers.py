@@ -1,0 +1,108 @@
+"""RMSNorm, post-norm layers and capped logits, against T5, BART and Gemma 2 of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BartConfig, Gemma2Config
+from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+from transformers.models.t5.modeling_t5 import T5LayerNorm
+
+from stabilize.model import Layer, Sizes
+from stabilize.model.layer import Context
+from stabilize.strategies import PostNorm, RMSNorm, SoftCap, Stabilizer
+from tests.interop.weights import HEADS, HIDDEN, WIDTH, give, give_attention, ours, without
+from tests.models import PAD, assert_equal, disturb, sentences
+
+
+def added(mask: Tensor) -> Tensor:
+    """A mask as their attention adds it to the logits."""
+    return torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_rms_norm_equals_t5s(scale: float) -> None:
+    site = Sizes(1, 1, WIDTH, HEADS, HIDDEN).site("encoder", 1, "feed_forward")
+    mine, theirs = RMSNorm().at(site, epsilon=1e-6), T5LayerNorm(WIDTH, eps=1e-6)
+    disturb(mine)
+    give(theirs, weight=mine.gain)
+    x = scale * torch.randn(3, 4, WIDTH)
+    assert_equal(mine(x), theirs(x), 1e-5)
+
+
+def give_bart(target: nn.Module, source: Layer) -> None:
+    *attentions, feed_forward = source.branches
+    for name, branch in zip(("self_attn", "encoder_attn"), attentions, strict=False):
+        theirs = getattr(target, name)
+        give_attention(branch.function, theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.out_proj)
+        norm = branch.slots["norm"]
+        give(getattr(target, f"{name}_layer_norm"), weight=norm.gain, bias=norm.bias)
+    give(target.fc1, weight=feed_forward.function.input.weight, bias=feed_forward.function.input.bias)
+    give(target.fc2, weight=feed_forward.function.output.weight, bias=feed_forward.function.output.bias)
+    norm = feed_forward.slots["norm"]
+    give(target.final_layer_norm, weight=norm.gain, bias=norm.bias)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_post_norm_equals_barts(activation: str) -> None:
+    model = ours(Stabilizer(PostNorm()), activation=activation)
+    config = BartConfig(
+        d_model=WIDTH,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        encoder_ffn_dim=HIDDEN,
+        decoder_ffn_dim=HIDDEN,
+        activation_function=activation,
+        attn_implementation="eager",
+    )
+    source, target = sentences(3, 7), sentences(3, 5)
+    source[1, 4:] = PAD
+    memory, hidden = model.encode(source), model(source, target)
+
+    expected, to_source = model.source_embedding(source), added(memory.mask)
+    for layer in model.encoder.layers:
+        theirs = BartEncoderLayer(config).eval()
+        give_bart(theirs, layer)
+        expected = theirs(expected, to_source.expand(3, 1, 7, 7))
+    real = source != PAD
+    assert_equal(memory.states[real], expected[real], 1e-5)
+
+    encoded, expected = expected, model.target_embedding(target)
+    backward = added(torch.ones(5, 5, dtype=torch.bool).tril()).expand(3, 1, 5, 5)
+    for number, layer in enumerate(model.decoder.layers):
+        theirs = BartDecoderLayer(config, layer_idx=number).eval()
+        give_bart(theirs, layer)
+        expected = theirs(
+            expected,
+            attention_mask=backward,
+            encoder_hidden_states=encoded,
+            encoder_attention_mask=to_source.expand(3, 1, 5, 7),
+        )
+        expected = expected[0] if isinstance(expected, tuple) else expected
+    assert_equal(hidden, expected, 1e-5)
+
+
+@pytest.mark.parametrize("cap", [50.0, 0.5])
+def test_capped_logits_equal_gemmas(cap: float) -> None:
+    model = ours(Stabilizer(attention=SoftCap(cap)))
+    attention = model.decoder.layers[0].branches[0].function
+    without([attention.query_value_key.bias, attention.output.bias])
+    config = Gemma2Config(
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        head_dim=WIDTH // HEADS,
+        query_pre_attn_scalar=WIDTH // HEADS,
+        attn_logit_softcapping=cap,
+        num_hidden_layers=1,
+        attn_implementation="eager",
+    )
+    theirs = Gemma2Attention(config, layer_idx=0).eval()
+    give_attention(attention, theirs.q_proj, theirs.k_proj, theirs.v_proj, theirs.o_proj)
+    x, mask = 5 * torch.randn(3, 6, WIDTH), torch.ones(6, 6, dtype=torch.bool).tril()
+    unturned = torch.ones(3, 6, WIDTH // HEADS), torch.zeros(3, 6, WIDTH // HEADS)  # cosines and sines of no rotation
+    found, _ = attention(x, Context(torch.ones(3, 6, dtype=torch.bool), mask), None)
+    expected, _ = theirs(x, position_embeddings=unturned, attention_mask=added(mask).expand(3, 1, 6, 6))
+    assert_equal(found, expected, 1e-5)
