@@ -264,9 +264,7 @@ PATHS = {
 }
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:You are trying to `self.log")
 @pytest.mark.parametrize("name", PATHS)
 def test_a_run_comes_to_its_end(
