@@ -41,6 +41,29 @@ def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> U
     return UserError(one_line(error))
 
 
+def check_nulls(tree: Any, key: str = "") -> None:
+    """Refuse null for an argument of a class that does not take it; jsonargparse lets it pass there.
+
+    Args:
+        tree: a config that has been parsed, or what stands in it at `key`.
+
+    Raises:
+        UserError: there is one.
+    """
+    if isinstance(tree, list):
+        for place, item in enumerate(tree):
+            check_nulls(item, f"{key}[{place}]")
+    elif isinstance(tree, dict):
+        owner = _class_of(tree)
+        for name, value in tree.items():
+            check_nulls(value, key if name in SPEC else f"{key}.{name}".lstrip("."))
+        empty = [name for name, value in (tree.get("init_args") or {}).items() if owner and value is None]
+        known = _keys_of(_parser_of(owner, None)) if owner and empty else {}
+        for name in empty:
+            if name in known and known[name].type is not Any and "null" not in _names(known[name].type):
+                raise UserError(f"{key}.{name} is null: {_expected(known[name].type, None)}")
+
+
 def class_named(parser: ArgumentParser, key: str, name: str) -> type:
     """The class that `name` means as a value of `key`.
 

@@ -177,8 +177,8 @@ MISTAKES = {
         "model.stabilizer.placement.class_pth is PreNorm (in 0.yaml): there is no such key; nearest: model.stabil",
     ),
     "strategy of another axis": (
-        ["--model.stabilizer.placement=Sum"],
-        "model.stabilizer.placement is Sum: no Placement is called so; there are: PreNorm, ",
+        ["--model.stabilizer.placement=Xavier"],
+        "model.stabilizer.placement is Xavier: no Placement is called so; there are: PreNorm, ",
     ),
     "module": (
         ["--model.stabilizer.placement=stabilize.strategies.placment.PreNorm"],
@@ -200,6 +200,18 @@ MISTAKES = {
     ),
     "value of the model": (["--model.heads=7"], "model.width is 512, which model.heads, 7, does not divide"),
     "value of the data": (["--data.batch_tokens=0"], "data.batch_tokens is 0; 1 is the least that will do"),
+    "null for a choice": (
+        ["--model.stabilizer.residual=AdminResidual", "--model.stabilizer.residual.profile=null"],
+        "model.stabilizer.residual.profile is null: expected paper or released",
+    ),
+    "null for a number": (["--data.workers=null"], "data.workers is null: expected int"),
+    "null within a strategy": (
+        [
+            "model: {stabilizer: {residual: {class_path: StochasticDepth, init_args: {around: {class_path: DLCL, "
+            "init_args: {normalize: null}}}}}}"
+        ],
+        "model.stabilizer.residual.around.normalize is null: expected each or sum",
+    ),
     "seed of the data": (["--data.seed=-1"], "data.seed is -1; 0 is the least that will do"),
     "workers": (["--data.workers=-1"], "data.workers is -1; 0 is the least that will do"),
     "test pairs": (["--data.test_pairs=-3"], "data.test_pairs is -3; 0 is the least that will do"),
