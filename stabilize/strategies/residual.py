@@ -111,6 +111,8 @@ class ScaledSum(Residual):
 
     def __init__(self, sum_scale: float | Literal["rsqrt2"] = "rsqrt2") -> None:
         super().__init__()
+        if sum_scale != "rsqrt2" and not 0 < sum_scale < math.inf:
+            raise UserError(f"model.stabilizer.residual.sum_scale is {sum_scale}; above zero, or rsqrt2, would do")
         self.sum_scale = sum_scale
         self.factor = math.sqrt(0.5) if sum_scale == "rsqrt2" else float(sum_scale)
 
@@ -419,8 +421,8 @@ class HyperConnections(Residual):
 
     def __init__(self, streams: int = 4, dynamic: bool = False) -> None:
         super().__init__()
-        if streams < 1:
-            raise UserError(f"model.stabilizer.residual.streams is {streams}; 1 is the least that will do, 4 is usual")
+        if not 1 <= streams <= 64:
+            raise UserError(f"model.stabilizer.residual.streams is {streams}; from 1 to 64 would do, 4 is usual")
         self.streams = streams
         self.dynamic = dynamic
 

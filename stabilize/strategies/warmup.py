@@ -71,6 +71,8 @@ class Noam(Warmup):
 
     def __init__(self, updates: int = 4000, scale: float = 1.0) -> None:
         self.updates = _counted("updates", updates)
+        if not 0 < scale < math.inf:
+            raise UserError(f"model.stabilizer.warmup.scale is {scale}; it must be above zero, 1 is usual")
         self.scale = scale
         self.width = 1
 
