@@ -14,7 +14,6 @@ from torch import nn
 from stabilize.data.batch import Batch
 from stabilize.metrics import CorpusBLEU, CorpusChrF
 
-
 SAMPLES = 10
 """Lines that are written with source and reference beside the scores."""
 
@@ -65,7 +64,7 @@ class Evaluation(nn.Module):
     def write(
         self, folder: Path, name: str, lines: dict[int, Translation], scores: dict[str, float], **origin: Any
     ) -> None:
-        """Write `{name}.txt`, line k the translation of line k, and `{name}.json`, scores, where they come from, samples.
+        """Write `{name}.txt`, line k the translation of line k, and `{name}.json`: scores, provenance, samples.
 
         Lines that were not translated, because the pass was limited, are blank up to the last that was.
         """

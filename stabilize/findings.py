@@ -56,7 +56,7 @@ GRAVE = ("diverged", "stuck", "vanishing", "exploding")
 LAYER = re.compile(r"(\w+)/(\w+)/layer_(\d+)")
 PROFILES = {
     "gradient_ratio": "{stack} layer {layer} receives {value} of the gradient of {last}",
-    "activation_gradient_ratio": "by the layers' outputs, {stack} layer {layer} receives {value} of the gradient of {last}",
+    "activation_gradient_ratio": "the output of {stack} layer {layer} receives {value} of the gradient of {last}",
 }
 
 
@@ -210,7 +210,8 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return {math.inf: "inf", -math.inf: "-inf"}.get(value, "nan")
     if 0 < abs(value) < 1e-3 or abs(value) >= 1e7:
-        return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e")
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     return f"{value:,.0f}" if abs(value) >= 1e3 else f"{value:.3g}"
 
 
@@ -281,5 +282,7 @@ def _similarity(metrics: Mapping[str, float]) -> Iterator[Sign]:
         name, _, rest = key.partition("/")
         if name == "layer_similarity_centered" and rest.endswith("/mean"):
             stack = rest.removesuffix("/mean")
-            sentence = f"neighbouring {stack} layers are alike (centred cosine {value:.3f}): each changes next to nothing"
+            sentence = (
+                f"neighbouring {stack} layers are alike (centred cosine {value:.3f}): each changes next to nothing"
+            )
             yield Sign("alike", stack, value > ALIKE, value, sentence)

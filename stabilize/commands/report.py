@@ -9,9 +9,9 @@ from typing import NoReturn
 from stabilize import plugins
 from stabilize.errors import UserError
 
-ABOUT = """Write one self-contained HTML page from run folders alone: a table with the verdict on each run, curves, heat
-maps by layer and update, similarity matrices, translations, strategies, and what stands out in words. Several runs stand
-side by side. The page asks for nothing from elsewhere, and is readable on a phone."""
+ABOUT = """Write one self-contained HTML page from run folders alone: a table with the verdict on each run, curves,
+heat maps by layer and update, similarity matrices, translations, strategies, and what stands out in words. Several runs
+stand side by side. The page asks for nothing from elsewhere, and is readable on a phone."""
 
 
 class Parser(argparse.ArgumentParser):

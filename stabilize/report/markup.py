@@ -28,7 +28,9 @@ def tag(name: str, /, *children: str, **attributes: str | int | float | bool | N
 
 def join(*children: str) -> Markup:
     """Elements one after the other."""
-    return Markup("".join(child if isinstance(child, Markup) else html.escape(child, quote=False) for child in children))
+    return Markup(
+        "".join(child if isinstance(child, Markup) else html.escape(child, quote=False) for child in children)
+    )
 
 
 def _attribute(key: str, value: str | int | float | bool | None) -> str:

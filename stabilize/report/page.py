@@ -13,8 +13,8 @@ from stabilize.findings import LAYER, Finding, number
 from stabilize.report.markup import Markup, join, tag
 from stabilize.report.run_folder import Point, Run
 from stabilize.report.style import style
-from stabilize.report.svg import Colouring, Line, chart, colour, colouring, heat_map
-from stabilize.strategies import AXES
+from stabilize.report.svg import Colouring, Line, around_one, chart, colour, from_lowest, heat_map
+from stabilize.strategies import AXES, Stabilizer
 
 STACKS = ("encoder", "decoder")
 
@@ -40,8 +40,14 @@ MAPS = {
 }
 """What is drawn by layer first."""
 
-DRAWN_FROM_NUMBERS = ("gradient_ratio", "activation_gradient_ratio", "layer_similarity", "layer_similarity_centered")
-"""Figures of the run folder that the page draws itself."""
+NAMED = 3
+"""Settings that the name of a run tells, at most."""
+
+USUAL = {(axis, type(part).__name__) for axis, part in Stabilizer().axes.items() if axis != "placement"}
+"""What goes without saying in the name of a run."""
+
+OPENED = "similarity_matrix_centered"
+"""The pictures of the run folder that are seen at once."""
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -76,22 +82,24 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each run: what it differs in from the others."""
+    """A short name for each run: its placement, and what else it differs in from the others."""
     settings = [run.settings for run in runs]
-    keys = list(dict.fromkeys(itertools.chain.from_iterable(settings)))
+    keys = dict.fromkeys(itertools.chain.from_iterable(settings))
     differing = [key for key in keys if len({one.get(key, "") for one in settings}) > 1]
-    differing = differing[:3] if len(runs) > 1 else ["placement", "residual"]
+    told = differing[:NAMED] if len(runs) > 1 else ["placement", "residual"]
     names = []
     for run, one in zip(runs, settings, strict=True):
-        words = [
-            one[key] if key.split()[-1] in ("placement", "residual") or one[key][:1].isupper() else f"{key} {one[key]}"
-            for key in differing
-            if one.get(key) and one[key] != "Sum"
-        ]
-        names.append(", ".join(words) or run.name)
-    return [
-        name if names.count(name) == 1 else f"{name} ({run.name})" for run, name in zip(runs, names, strict=True)
-    ]
+        words = [_word(key, one[key]) for key in told if one.get(key) and (key, one[key]) not in USUAL]
+        names.append(", ".join(words) or one.get("placement") or run.name)
+    twice = {name for name in names if names.count(name) > 1}
+    return [f"{name} ({run.name})" if name in twice else name for run, name in zip(runs, names, strict=True)]
+
+
+def _word(key: str, value: str) -> str:
+    if key in AXES:
+        return value
+    stack, _, axis = key.partition(" ")
+    return f"{stack} {value}" if axis in AXES else f"{key.removesuffix(' with')} {value}"
 
 
 def _sizes(run: Run) -> str:
@@ -218,8 +226,10 @@ def _in_words(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup
         if not told:
             fine = "Nothing of note in what was measured." if run.updates else "There are no numbers to speak of."
             told = [tag("li", fine)]
-        warnings = [_item("note", "warned at the start", warning, "") for warning in (run.card.warnings if run.card else [])]
-        missing = [_item("", "not there", sentence, "") for sentence in run.missing]
+        warnings = [
+            _item("note", "warned at the start", warning, "") for warning in (run.card.warnings if run.card else [])
+        ]
+        missing = [_item("", "", sentence, "") for sentence in run.missing]
         parts += [
             tag("h3", _swatch(place), name) if len(runs) > 1 else Markup(),
             tag("ul", *told, *warnings, *missing, class_="findings"),
@@ -234,7 +244,8 @@ def _finding(finding: Finding) -> Markup:
 
 def _item(kind: str, when: str, sentence: str, remedy: str) -> Markup:
     aside = [tag("small", f"{remedy[:1].upper()}{remedy[1:]}.")] if remedy else []
-    return tag("li", tag("span", f"{when}: ", class_="dim"), tag("b", sentence) if kind == "grave" else sentence, *aside, class_=kind or None)
+    since = tag("span", f"{when}: ", class_="dim") if when else ""
+    return tag("li", since, tag("b", sentence) if kind == "grave" else sentence, *aside, class_=kind or None)
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
@@ -248,7 +259,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
         "section",
         tag("h2", "Curves"),
         tag("div", *first, class_="grid"),
-        tag("details", tag("summary", f"{len(more)} more"), tag("div", *more, class_="grid")) if more else "",
+        tag("details", tag("summary", f"{len(more)} more curves"), tag("div", *more, class_="grid")) if more else "",
     )
 
 
@@ -288,25 +299,35 @@ def _layers(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
         words = "Nothing was recorded by layer."
         return tag("section", tag("h2", "Layer by layer"), tag("p", words, class_="dim"))
     shown = [_maps(kind, MAPS[kind], list(kinds[kind]), runs, names, updates) for kind in MAPS if kind in kinds]
-    more = [_maps(kind, kind.replace("_", " "), list(kinds[kind]), runs, names, updates) for kind in kinds if kind not in MAPS]
-    rest = tag("details", tag("summary", f"{len(more)} more"), *more) if more else ""
+    more = [
+        _maps(kind, kind.replace("_", " "), list(kinds[kind]), runs, names, updates)
+        for kind in kinds
+        if kind not in MAPS
+    ]
+    rest = tag("details", tag("summary", f"{len(more)} more by layer"), *more) if more else ""
     return tag("section", tag("h2", "Layer by layer"), *shown, rest)
 
 
 def _maps(kind: str, title: str, stacks: list[str], runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
     rows = [{stack: _rows(run, kind, stack) for stack in stacks} for run in runs]
-    colours = _colours(kind, (value for run in rows for stack in run.values() for row in stack.values() for _, value in row))
+    colours = _colours(
+        kind, (value for run in rows for stack in run.values() for row in stack.values() for _, value in row)
+    )
     figures = []
     for stack in stacks:
         for place, (run, name) in enumerate(zip(rows, names, strict=True)):
-            caption = tag("figcaption", _swatch(place) if len(runs) > 1 else "", f"{name}, {stack}" if len(runs) > 1 else stack)
             picture = (
                 heat_map(run[stack], f"{name}, {stack}: {title}", updates, colours)
                 if run[stack]
                 else tag("p", "not recorded", class_="dim")
             )
-            figures.append(tag("figure", caption, picture))
-    return join(tag("h3", f"{title[:1].upper()}{title[1:]}"), colours.legend, tag("div", *figures, class_="small grid"))
+            figures.append(tag("figure", _caption(runs, place, name, stack), picture))
+    return join(tag("h3", f"{title[:1].upper()}{title[1:]}"), colours.legend, tag("div", *figures, class_=_grid(runs)))
+
+
+def _grid(runs: Sequence[Run]) -> str:
+    """The classes of pictures side by side: smaller where there is one a run."""
+    return "small grid" if len(runs) > 1 else "grid"
 
 
 def _rows(run: Run, kind: str, stack: str) -> dict[int, list[Point]]:
@@ -320,34 +341,36 @@ def _rows(run: Run, kind: str, stack: str) -> dict[int, list[Point]]:
 
 
 def _colours(kind: str, values: Iterable[float]) -> Colouring:
-    if "ratio" in kind or "norm" in kind:
-        return colouring(values, diverging=True)
-    return colouring(values, high=1.0 if "similarity" in kind else None)
+    if kind.endswith("gradient_ratio"):
+        return around_one(values)
+    return from_lowest(values, high=1.0 if "similarity" in kind else None)
 
 
-def _matrices(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
-    """The pictures in the run folder that the numbers in metrics.csv do not give."""
+def _pictures(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
+    """The pictures in the run folder that the numbers in metrics.csv do not give, such as similarity matrices."""
     kinds: dict[str, list[Markup]] = {}
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         for file, picture in run.figures.items():
             kind, _, stack = file.rpartition("_")
-            if kind in DRAWN_FROM_NUMBERS and _rows(run, kind, stack):
-                continue
-            words = f"{file.replace('_', ' ')}" + (f", {name}" if len(runs) > 1 else "")
-            source = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-            image = tag("img", src=source, alt=f"{words}, a picture of the run folder", loading="lazy")
-            caption = tag("figcaption", _swatch(place) if len(runs) > 1 else "", name if len(runs) > 1 else stack or file)
-            kinds.setdefault(kind or file, []).append(tag("figure", caption, image))
+            if not _rows(run, kind, stack):
+                source = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+                image = tag("img", src=source, alt=f"{file.replace('_', ' ')} of {name}, drawn when training ended")
+                kinds.setdefault(kind or file, []).append(tag("figure", _caption(runs, place, name, stack), image))
     if not kinds:
-        words = "The run folders have no pictures."
-        return tag("section", tag("h2", "Every pair of layers"), tag("p", words, class_="dim"))
+        return tag("section", tag("h2", "Pictures"), tag("p", "The run folders have none.", class_="dim"))
     parts = []
     for kind, figures in sorted(kinds.items(), reverse=True):
-        opened = kind == "similarity_matrix_centered"
-        grid = tag("div", *figures, class_="small grid")
-        parts.append(tag("details", tag("summary", kind.replace("_", " ")), grid, open=opened))
-    words = "Similarity of the outputs of every two layers at the last record, each picture on its own scale."
-    return tag("section", tag("h2", "Every pair of layers"), tag("p", words, class_="dim"), *parts)
+        grid = tag("div", *figures, class_=_grid(runs))
+        parts.append(tag("details", tag("summary", kind.replace("_", " ")), grid, open=kind == OPENED))
+    words = "Drawn when training ended, of the last record, each on its own scale."
+    return tag("section", tag("h2", "Pictures"), tag("p", words, class_="dim"), *parts)
+
+
+def _caption(runs: Sequence[Run], place: int, name: str, what: str) -> Markup:
+    """What a picture is of; the run's name and colour only where there are several."""
+    if len(runs) == 1:
+        return tag("figcaption", what)
+    return tag("figcaption", _swatch(place), f"{name}, {what}")
 
 
 def _translations(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
@@ -367,10 +390,14 @@ def _translations(runs: Sequence[Run], names: Sequence[str], updates: int) -> Ma
         return tag("section", tag("h2", "Translations"), tag("p", "There are none.", class_="dim"))
     blocks = []
     for (source, reference, _), translations in sentences.items():
-        known = [join(tag("dt", what), tag("dd", text)) for what, text in (("source", source), ("reference", reference)) if text]
+        known = [
+            join(tag("dt", what), tag("dd", text))
+            for what, text in (("source", source), ("reference", reference))
+            if text
+        ]
         blocks.append(tag("dl", *known, *translations, class_="sample"))
     origin = f"Of the {' and the '.join(origins)}."
-    return tag("section", tag("h2", "Translations"), tag("p", origin, class_="dim"), *blocks)
+    return tag("section", tag("h2", "Translations"), tag("p", origin, class_="dim"), tag("div", *blocks, class_="grid"))
 
 
 def _cards(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup:
@@ -392,8 +419,10 @@ def _stack(stack: str, answers: Sequence[Answer]) -> Markup:
     for answer in answers:
         also = f"Also: {answer.also}" if answer.also else ""
         lines = [tag("small", line) for line in (answer.options, answer.constants, also, answer.paper) if line]
-        rows.append(join(tag("dt", answer.axis), tag("dd", tag("b", answer.name), " ", tag("code", answer.equation), *lines)))
+        rows.append(
+            join(tag("dt", answer.axis), tag("dd", tag("b", answer.name), " ", tag("code", answer.equation), *lines))
+        )
     return join(tag("h3", stack) if stack else Markup(), tag("dl", *rows, class_="card"))
 
 
-SECTIONS = (_in_words, _curves, _layers, _matrices, _translations, _cards)
+SECTIONS = (_in_words, _curves, _layers, _pictures, _translations, _cards)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -92,7 +91,11 @@ class Run:
             for axis in AXES:
                 if axis in chosen and (options := arguments(_mapping(chosen[axis]))):
                     found[f"{prefix}{axis} with"] = options
-        found |= {name.replace("_", " "): str(model[name]) for name in ("encoder_layers", "decoder_layers", "width") if name in model}
+        found |= {
+            name.replace("_", " "): str(model[name])
+            for name in ("encoder_layers", "decoder_layers", "width")
+            if name in model
+        }
         optimizer = _mapping(model.get("optimizer"))
         found["lr"] = str(_mapping(optimizer.get("init_args")).get("lr", ""))
         found["precision"] = str(_mapping(self.config.get("trainer")).get("precision") or "32-true")
@@ -159,7 +162,9 @@ def _card(config: dict[str, Any], missing: list[str]) -> Card | None:
         return from_config(config)
     except Exception as error:  # a plug-in may be missing or raise anything; the numbers are there all the same
         said = f"{type(error).__name__}: {error}"
-        missing.append(f"The card cannot be made again here ({said}): a plug-in that is not installed, or another version.")
+        missing.append(
+            f"The card cannot be made again here ({said}): a plug-in that is not installed, or another version."
+        )
         return None
 
 
@@ -222,5 +227,5 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

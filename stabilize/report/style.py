@@ -43,13 +43,14 @@ figcaption { font-weight: 600; font-size: 0.92rem; margin: 0 0 4px; }
 figcaption small { font-weight: 400; display: block; }
 figure img { width: 100%; height: auto; display: block; border-radius: 6px; margin-bottom: 6px; background: #fff; }
 svg { width: 100%; height: auto; display: block; }
-svg text { font-size: 11px; fill: var(--dim); font-family: inherit; }
+svg text { font-size: 12px; fill: var(--dim); font-family: inherit; }
 svg .rule { stroke: var(--edge); stroke-width: 1; }
 svg .mark { stroke: var(--dim); stroke-width: 1; stroke-dasharray: 2 3; }
 svg .line { fill: none; stroke: var(--run); stroke-width: 1.8; stroke-linejoin: round; }
 svg .line.dashed { stroke-dasharray: 5 3; }
 svg .dots { fill: var(--sheet); stroke: var(--run); stroke-width: 1.8; }
 svg .cross { fill: var(--run); font-weight: 700; }
+svg rect { shape-rendering: crispEdges; }
 svg .none { fill: var(--nothing); }
 .scale { max-width: 330px; margin: 4px 0 10px; font-size: 0.8rem; color: var(--dim); }
 .scale div { display: flex; justify-content: space-between; }
@@ -58,7 +59,8 @@ svg .none { fill: var(--nothing); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; vertical-align: top; padding: 8px 14px 8px 0; border-bottom: 1px solid var(--edge); }
 th { font-weight: 600; }
-thead th { color: var(--dim); font-size: 0.82rem; font-weight: 500; }
+thead th { color: var(--dim); font-size: 0.82rem; font-weight: 500; overflow-wrap: normal; }
+td div div { white-space: nowrap; }
 td small { display: block; color: var(--dim); font-size: 0.8rem; line-height: 1.35; }
 .bad { color: var(--bad); } .worth { color: var(--worth); } .good { color: var(--good); } .verdict { font-weight: 600; }
 @media (max-width: 820px) {
@@ -73,7 +75,7 @@ td small { display: block; color: var(--dim); font-size: 0.8rem; line-height: 1.
 .findings li.grave { border-color: var(--bad); } .findings li.note { border-color: var(--worth); }
 .findings b { font-weight: 600; }
 .findings small { color: var(--dim); display: block; font-size: 0.88rem; }
-.sample { background: var(--sheet); border-radius: 10px; padding: 10px 14px; margin: 0 0 12px; }
+.sample { background: var(--sheet); border-radius: 10px; padding: 6px 14px 10px; margin: 0; }
 .sample dt { color: var(--dim); font-size: 0.82rem; margin-top: 6px; }
 .sample dd { margin: 0; }
 .card { display: grid; grid-template-columns: minmax(0, 8.5em) minmax(0, 1fr); gap: 8px 14px; margin: 8px 0; }
@@ -88,7 +90,16 @@ footer { margin-top: 48px; color: var(--dim); font-size: 0.85rem; }
 
 def style() -> str:
     """The style sheet."""
-    return "\n".join([SHEET, *_colours(LIGHT, DIVERGING_LIGHT), "@media (prefers-color-scheme: dark) {", *_colours(DARK, DIVERGING_DARK), "}", *_levels("s", SEQUENTIAL)])
+    return "\n".join(
+        [
+            SHEET,
+            *_colours(LIGHT, DIVERGING_LIGHT),
+            "@media (prefers-color-scheme: dark) {",
+            *_colours(DARK, DIVERGING_DARK),
+            "}",
+            *_levels("s", SEQUENTIAL),
+        ]
+    )
 
 
 def _colours(runs: tuple[str, ...], diverging: tuple[str, ...]) -> Iterator[str]:

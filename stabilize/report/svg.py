@@ -1,9 +1,9 @@
-"""Charts as inline SVG: plain functions from numbers to markup. Colours are classes, so that they suit light and dark."""
+"""Charts as inline SVG: plain functions from numbers to markup. Colours are classes, to suit light and dark."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from stabilize.findings import number
@@ -13,6 +13,8 @@ WIDTH, HEIGHT = 360, 220
 LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 26
 POINTS = 300
 """Points of a line, at most; of more, each stretch keeps its lowest and highest."""
+FEW = 10
+"""Points of a line that are circles too."""
 HUGE = 1e30
 """Numbers from here on are drawn like infinity."""
 COLUMNS = 48
@@ -64,7 +66,9 @@ class Scale(NamedTuple):
         return [float(f"{k * step:.12g}") for k in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def chart(lines: Sequence[Line], title: str, updates: int, logarithmic: bool = False, mark: float | None = None) -> Markup:
+def chart(
+    lines: Sequence[Line], title: str, updates: int, logarithmic: bool = False, mark: float | None = None
+) -> Markup:
     """Lines over the update; `mark` is a value that a line across stands for.
 
     What cannot be drawn, NaN and infinity, and zero where `logarithmic` is asked for, is a cross at the upper edge.
@@ -105,11 +109,13 @@ def _line(line: Line, points: Sequence[tuple[int, float]], x: Scale, y: Scale) -
     if not points:
         return Markup()
     title = tag("title", line.name)
+    dots = [tag("circle", cx=x(update), cy=y(value), r=3) for update, value in thinned(points)]
+    circles = tag("g", title, *dots, class_=f"{colour(line.run)} dots")
     if line.dots or len(points) == 1:
-        dots = [tag("circle", cx=x(update), cy=y(value), r=3) for update, value in thinned(points)]
-        return tag("g", title, *dots, class_=f"{colour(line.run)} dots")
+        return circles
     path = "".join(f"{'L' if k else 'M'}{x(u):.1f} {y(v):.1f}" for k, (u, v) in enumerate(thinned(points)))
-    return tag("path", title, d=path, class_=f"{colour(line.run)} line")
+    drawn = tag("path", title, d=path, class_=f"{colour(line.run)} line")
+    return join(drawn, circles) if len(points) <= FEW else drawn
 
 
 def _cross(line: Line, x: float, value: float, update: int) -> Markup:
@@ -134,44 +140,54 @@ class Colouring(NamedTuple):
 
     low: float
     high: float
+    logarithmic: bool = False
     diverging: bool = False
-    """A ratio: the logarithm is coloured, with one in the middle."""
+    """One is the middle, and a colour of its own stands on either side."""
 
     def level(self, value: float) -> str:
         """The class of a cell."""
-        if self.diverging:
-            power = math.log10(value) if value > 0 else -math.inf
-            return f"d{round(LEVELS * max(-1.0, min(1.0, power / math.log10(self.high)))) + LEVELS}"
-        share = (value - self.low) / (self.high - self.low)
-        return f"s{round(2 * LEVELS * max(0.0, min(1.0, share)))}"
+        value = max(self.low, min(self.high, value))
+        share = Scale(self.low, self.high, 0, 2 * LEVELS, self.logarithmic)(value)
+        return f"{self.kind}{round(share)}"
+
+    @property
+    def kind(self) -> str:
+        """The first letter of its classes."""
+        return "d" if self.diverging else "s"
 
     @property
     def legend(self) -> Markup:
         """The bar of colours with its ends."""
-        kind = "d" if self.diverging else "s"
-        cells = [tag("i", class_=f"{kind}{k}") for k in range(2 * LEVELS + 1)]
-        names = (f"≤ {number(self.low)}", "1", f"≥ {number(self.high)}") if self.diverging else (number(self.low), number(self.high))
-        return tag("div", tag("div", *cells, class_="bar"), tag("div", *(tag("span", n) for n in names)), class_="scale")
+        bar = tag("div", *(tag("i", class_=f"{self.kind}{k}") for k in range(2 * LEVELS + 1)), class_="bar")
+        names = [number(self.low), *(["1"] if self.diverging else []), number(self.high)]
+        return tag("div", bar, tag("div", *(tag("span", name) for name in names)), class_="scale")
 
 
-def colouring(values: Iterable[float], diverging: bool = False, high: float | None = None) -> Colouring:
-    """Colours for all numbers of a kind."""
-    finite = [value for value in values if math.isfinite(value)]
-    if diverging:
-        powers = [abs(math.log10(value)) for value in finite if value > 0]
-        extent = 10.0 ** max(1, min(8, math.ceil(max(powers, default=1.0) - 0.2)))
-        return Colouring(1 / extent, extent, diverging=True)
+def around_one(values: Iterable[float]) -> Colouring:
+    """Colours for ratios: as far below one as above, from a tenth and ten to 1e-8 and 1e8."""
+    powers = [abs(math.log10(value)) for value in values if 0 < value < math.inf]
+    extent = 10.0 ** max(1, min(8, math.ceil(max(powers, default=1.0) - 0.2)))
+    return Colouring(1 / extent, extent, logarithmic=True, diverging=True)
+
+
+def from_lowest(values: Iterable[float], high: float | None = None) -> Colouring:
+    """Colours from the lowest number to `high`, none: the highest; by magnitude where they are magnitudes apart."""
+    finite = [value for value in values if abs(value) < HUGE]
     low, top = min(finite, default=0.0), max(finite, default=1.0) if high is None else high
-    return Colouring(low, top if top > low else low + 1)
+    return Colouring(low, top if top > low else low + 1, logarithmic=low > 1 / HUGE and top > 100 * low)
 
 
-def heat_map(rows: dict[int, Sequence[tuple[int, float]]], title: str, updates: int, colours: Colouring) -> Markup:
+def heat_map(rows: Mapping[int, Sequence[tuple[int, float]]], title: str, updates: int, colours: Colouring) -> Markup:
     """Layer by update, layer 1 at the bottom; `rows` are the points of each layer. A gap is a number that was not."""
     layers = sorted(rows)
     cells = {(layer, update): value for layer in layers for update, value in rows[layer]}
     ends = sorted({update for _, update in cells})
     # A cell reaches from the record before to its own; of many records some are left out.
-    shown = sorted({ends[round(k * (len(ends) - 1) / (COLUMNS - 1))] for k in range(COLUMNS)}) if len(ends) > COLUMNS else ends
+    shown = (
+        sorted({ends[round(k * (len(ends) - 1) / (COLUMNS - 1))] for k in range(COLUMNS)})
+        if len(ends) > COLUMNS
+        else ends
+    )
     height = max(110, min(230, 16 * len(layers))) + TOP + BOTTOM
     x = Scale(0, max(updates, 1), LEFT, WIDTH - RIGHT)
     y = Scale(0, len(layers), height - BOTTOM, TOP)
