@@ -151,7 +151,7 @@ class Diary:
     def all(self) -> list[Finding]:
         """What was found, the gravest first, what has passed last."""
         order = list(REMEDIES)
-        return sorted(self.findings.values(), key=lambda finding: (finding.passed, order.index(finding.rule)))
+        return sorted(self.findings.values(), key=lambda found: (found.passed, order.index(found.rule), found.where))
 
     @property
     def verdict(self) -> str:

@@ -135,7 +135,10 @@ def _headline(runs: Sequence[Run], names: Sequence[str]) -> Markup:
 def _verdict(run: Run) -> Markup:
     verdict = run.diary.verdict
     kind = "good" if verdict == "healthy" else "" if verdict in ("no numbers", "no fault seen") else "bad"
-    return join(tag("span", verdict, class_=f"verdict {kind}"), tag("small", f"{run.updates:,} updates"))
+    return join(
+        tag("span", verdict, class_=f"verdict {kind}"),
+        tag("small", f"{run.updates:,} update{'s' * (run.updates != 1)}"),
+    )
 
 
 def _validation(run: Run) -> Markup:
@@ -149,8 +152,7 @@ def _validation(run: Run) -> Markup:
 def _bleu(run: Run) -> Markup:
     """The test score if there is one, else the best on the validation text; with the signature."""
     test, best = run.last("test/bleu"), run.diary.best.get("val/bleu")
-    signature = (run.tested.get("signatures") or {}).get("bleu") or run.summary.get("best/bleu_signature")
-    signature = str(signature) if signature else "signature not in the folder"
+    signature = run.signature or "signature not in the folder"
     if test is not None:
         return join(score(test), tag("small", "test"), tag("small", signature))
     if best is not None:

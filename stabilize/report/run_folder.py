@@ -67,12 +67,19 @@ class Run:
     @cached_property
     def diary(self) -> Diary:
         """What the numbers say."""
-        return findings(self.records, self.summary.get("train/word_entropy"))
+        entropy = self.summary.get("train/word_entropy")
+        return findings(self.records, entropy if isinstance(entropy, float) else None)
 
     @property
     def updates(self) -> int:
         """Updates made, as far as the numbers go."""
         return self.diary.update
+
+    @property
+    def signature(self) -> str:
+        """How sacreBLEU scored, where that is known."""
+        known = _mapping(self.tested.get("signatures")).get("bleu") or self.summary.get("best/bleu_signature")
+        return str(known or "")
 
     def last(self, key: str) -> float | None:
         """The last value of a metric."""
