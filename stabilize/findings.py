@@ -22,8 +22,9 @@ EXPLODING = 1e2
 ALIKE = 0.99
 """Mean cosine between the outputs of neighbouring layers, after the mean over tokens is taken off."""
 
-ABOVE_START = 1.1
-"""A loss this many times the first one recorded has diverged."""
+ABOVE_START = 1.0
+"""Training nll this many nats above the first one recorded has diverged. Batches differ by less, also in a run that
+goes on from a checkpoint and starts low."""
 
 STUCK_FALL = 0.01
 """Share by which nll falls at least, from the third to the fourth quarter of the run so far, where a run learns."""
@@ -140,7 +141,7 @@ class Diary:
                 if before is None:
                     new.append(found)
                 else:
-                    worse = found if not before.size >= sign.size else before
+                    worse = found if sign.size >= before.size else before
                     found = dataclasses.replace(worse, first=before.first, last=update, passed=False)
                 self.findings[sign.rule, sign.where] = found
             elif before is not None:
@@ -192,7 +193,8 @@ class Diary:
         for key, value in metrics.items():
             if key.startswith("gradient_ratio/"):
                 self.measured = True
-                if LAYER.fullmatch(key) and (self.worst is None or _distance(value) > _distance(self.worst[0])):
+                known = LAYER.fullmatch(key) and not math.isnan(value)
+                if known and (self.worst is None or _distance(value) > _distance(self.worst[0])):
                     _, stack, layer = key.split("/")
                     self.worst = value, f"{stack} layer {int(layer[-3:])}, update {update:,}"
 
@@ -230,7 +232,7 @@ def _loss(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
         return
     start = diary.losses[0][1]
     sentence = f"training nll is {number(nll)}, above the {number(start)} it began with: the run has diverged"
-    yield Sign("diverged", "", nll > ABOVE_START * start, nll, sentence)
+    yield Sign("diverged", "", nll > start + ABOVE_START, nll, sentence)
     values = [value for _, value in diary.losses]
     quarter = len(values) // 4
     if len(values) < STUCK_RECORDS or diary.losses[-1][0] < STUCK_UPDATES:
@@ -243,7 +245,7 @@ def _loss(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
             f"training nll stands at {number(now)}, and {number(diary.entropy)} is the entropy of single words: stuck, "
             "it knows how frequent words are and nothing of the source"
         )
-    yield Sign("stuck", "", now > level and now > (1 - STUCK_FALL) * before, -now, sentence)
+    yield Sign("stuck", "", now > level and now > (1 - STUCK_FALL) * before, 0.0, sentence)
 
 
 def _gradient(metrics: Mapping[str, float]) -> Iterator[Sign]:

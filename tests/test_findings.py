@@ -62,8 +62,9 @@ def test_no_number_is_divergence(key: str, value: float) -> None:
 
 
 def test_a_loss_far_above_its_start_is_divergence_and_may_pass() -> None:
-    diary = findings(learning([7.0, 5.0, 7.5, 8.0]))
+    diary = findings(learning([7.0, 5.0, 7.9, 8.1]))
     assert diary.verdict == "diverged at update 200"
+    assert diary.all[0].first == 200
     diary.add(250, {"train/nll": 6.0})
     assert diary.verdict == "no fault seen"
     assert "stability/diverged_at" not in diary.summary()

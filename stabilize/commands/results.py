@@ -36,7 +36,7 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     if signature is not None:
         parts.append(Text(f"BLEU {signature.signatures['bleu']}", style="dim"))
     for logger in trainer.loggers:
-        if isinstance(logger, Narrator) and logger.diary.measured:
+        if isinstance(logger, Narrator) and (logger.diary.measured or logger.diary.findings):
             parts += [Text(""), *words(logger.diary)]
     folder = Path(trainer.default_root_dir)
     what = {

@@ -105,10 +105,9 @@ def _word(key: str, value: str) -> str:
 def _sizes(run: Run) -> str:
     if run.card is not None:
         return run.card.title
-    sizes = run.settings
-    if "encoder layers" in sizes:
-        return f"{sizes['encoder layers']}+{sizes.get('decoder layers', '?')} layers, width {sizes.get('width', '?')}"
-    return "sizes unknown"
+    known = ("encoder layers", "decoder layers", "width", "precision")
+    encoder, decoder, width, precision = (run.settings.get(name, "?") for name in known)
+    return f"{encoder}+{decoder} layers, width {width}, precision {precision}"
 
 
 # ---------------------------------------------------------------------- the table at the top
@@ -137,8 +136,15 @@ def _verdict(run: Run) -> Markup:
     kind = "good" if verdict == "healthy" else "" if verdict in ("no numbers", "no fault seen") else "bad"
     return join(
         tag("span", verdict, class_=f"verdict {kind}"),
-        tag("small", f"{run.updates:,} update{'s' * (run.updates != 1)}"),
+        tag("small", _progress(run)),
     )
+
+
+def _progress(run: Run) -> str:
+    """How far it got, of how far it was to get."""
+    if run.cut_short is not None:
+        return f"{run.updates:,} of {run.cut_short:,} updates"
+    return f"{run.updates:,} update{'s' * (run.updates != 1)}"
 
 
 def _validation(run: Run) -> Markup:
@@ -279,8 +285,8 @@ def _curve(
         lines += [Line(name, place, run.curves[key])] if key in run.curves else []
         beside = BESIDE.get(key, "")
         lines += [Line(f"{name}, {beside}", place, run.curves[beside], dots=True)] if beside in run.curves else []
-    absent = [name for run, name in zip(runs, names, strict=True) if key not in run.curves]
-    caption = tag("figcaption", title, tag("small", f"not there: {', '.join(absent)}") if absent else "")
+    absent = [name for run, name in zip(runs, names, strict=True) if run.records and key not in run.curves]
+    caption = tag("figcaption", title, tag("small", f"not there: {'; '.join(absent)}") if absent else "")
     return tag("figure", caption, chart(lines, title, updates, logarithmic, mark))
 
 

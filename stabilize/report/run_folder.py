@@ -81,6 +81,14 @@ class Run:
         known = _mapping(self.tested.get("signatures")).get("bleu") or self.summary.get("best/bleu_signature")
         return str(known or "")
 
+    @property
+    def cut_short(self) -> int | None:
+        """Updates that a training was to make, where it ended before its last record of them was due."""
+        planned = _mapping(self.config.get("trainer")).get("max_steps")
+        logged = [0, *(update for update, _ in self.curves.get("train/loss", ()))]
+        due = self.updates + logged[-1] - logged[-2] if len(logged) > 1 else math.inf
+        return planned if isinstance(planned, int) and due <= planned else None
+
     def last(self, key: str) -> float | None:
         """The last value of a metric."""
         return self.curves[key][-1][1] if key in self.curves else None
@@ -132,11 +140,7 @@ def read(folder: Path) -> Run:
     if not samples:
         missing.append("No translations: neither tested nor validated with Weights & Biases on.")
     figures = {path.stem: path.read_bytes() for path in sorted((folder / "figures").glob("*.png"))}
-    planned = _mapping(config.get("trainer")).get("max_steps")
-    made = max((update for update, _ in records), default=0)
-    if records and isinstance(planned, int) and made < planned and any("train/loss" in row for _, row in records):
-        missing.append(f"The numbers end at update {made:,} of {planned:,}: still running, stopped, or crashed.")
-    return Run(
+    run = Run(
         name=folder.resolve().name,
         config=config,
         config_text=config_text,
@@ -149,6 +153,9 @@ def read(folder: Path) -> Run:
         card=_card(config, missing),
         missing=missing,
     )
+    if run.cut_short is not None:
+        missing.append(f"The numbers end at update {run.updates:,}: still running, stopped, or crashed.")
+    return run
 
 
 def _config(text: str, missing: list[str]) -> dict[str, Any]:

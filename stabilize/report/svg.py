@@ -10,7 +10,7 @@ from stabilize.findings import number
 from stabilize.report.markup import Markup, join, tag
 
 WIDTH, HEIGHT = 360, 220
-LEFT, RIGHT, TOP, BOTTOM = 46, 8, 10, 26
+LEFT, RIGHT, TOP, BOTTOM = 54, 8, 10, 26
 POINTS = 300
 """Points of a line, at most; of more, each stretch keeps its lowest and highest."""
 FEW = 10

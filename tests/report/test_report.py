@@ -170,12 +170,18 @@ def test_a_config_that_says_nothing(content: str, tmp_path: Path) -> None:
 
 
 def test_a_run_without_diagnostics(tmp_path: Path) -> None:
-    rows = [{"step": k, "train/nll": 5.0, "train/loss": 5.0} for k in range(0, 100, 10)]
-    said = text([write_run(tmp_path / "run", config(), rows)])
+    rows = [{"step": k, "train/nll": 5.0, "train/loss": 5.0} for k in range(9, 100, 10)]
+    said = text([write_run(tmp_path / "run", config(max_steps=105), rows)])
     assert "No gradient ratios" in said
     assert "not measured" in said
-    assert "no fault seen" in said
-    assert "The numbers end at update 91 of 200" in said
+    assert "no fault seen 100 updates" in said
+    assert "The numbers end" not in said
+
+
+def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
+    said = text([write_run(tmp_path / "run", config(), learnt()[:9])])
+    assert "90 of 200 updates" in said
+    assert "The numbers end at update 90" in said
 
 
 def test_one_update_only(tmp_path: Path) -> None:
