@@ -22,6 +22,12 @@ EXPLODING = 1e2
 ALIKE = 0.99
 """Mean cosine between the outputs of neighbouring layers, after the mean over tokens is taken off."""
 
+COLLAPSED = 0.02
+"""Entropy of a layer's attention over the largest that is possible: all heads look at single tokens."""
+
+DROWNED = 0.1
+"""Share of positions whose variance is within ten times epsilon, so that epsilon takes part in the norm's output."""
+
 ABOVE_START = 1.0
 """Training nll this many nats above the first one recorded has diverged. Batches differ by less, also in a run that
 goes on from a checkpoint and starts low."""
@@ -46,6 +52,8 @@ REMEDIES = {
     "(arXiv:2110.09456) even it out, and model.clipping bounds the step",
     "lost update": "under 16-mixed the loss scale comes down and training goes on; in any other precision, bf16-mixed, "
     "a lower peak or a longer warm-up help",
+    "collapsed": "SigmaReparam (arXiv:2303.06296) and QKNorm (arXiv:2302.05442) keep attention from it",
+    "drowned": "a smaller epsilon (model.stabilizer.epsilon) or embeddings of a larger scale help",
     "alike": "DeepNorm begins like this by design; where it stays, depth is paid for and not used, and "
     "LayerNorm scaling (arXiv:2502.05795) or a placement that normalises the stream (B2T, arXiv:2206.00330) help",
 }
@@ -125,6 +133,8 @@ class Diary:
     best: dict[str, tuple[float, int]] = field(default_factory=dict)
     worst: tuple[float, str] | None = None
     """The gradient ratio farthest from one, and which it was."""
+    told: dict[str, float] = field(default_factory=dict)
+    """The last of what the spike guard counts, by key."""
     measured: bool = False
     """Whether any record had a gradient ratio."""
     update: int = 0
@@ -134,7 +144,7 @@ class Diary:
         self.update = max(self.update, update)
         self._remember(update, metrics)
         new = []
-        for sign in (*_loss(self, metrics), *_gradient(metrics), *_profiles(metrics), *_similarity(metrics)):
+        for sign in signs(self, metrics):
             before = self.findings.get((sign.rule, sign.where))
             if sign.bad:
                 found = Finding(sign.rule, sign.where, sign.sentence, sign.size, update, update)
@@ -171,7 +181,7 @@ class Diary:
 
     def summary(self) -> dict[str, float | str]:
         """The run in a few numbers, by key, so that a table of runs can be sorted."""
-        told: dict[str, float | str] = {"stability/verdict": self.verdict}
+        told: dict[str, float | str] = {"stability/verdict": self.verdict, **self.told}
         if self.worst is not None:
             told["stability/worst_ratio"], told["stability/worst_ratio_of"] = self.worst
         diverged = self.findings.get(("diverged", ""))
@@ -191,6 +201,8 @@ class Diary:
             if math.isfinite(value) and (key not in self.best or sign * value > sign * self.best[key][0]):
                 self.best[key] = value, update
         for key, value in metrics.items():
+            if key.startswith("stability/"):
+                self.told[key] = value
             if key.startswith("gradient_ratio/"):
                 self.measured = True
                 known = LAYER.fullmatch(key) and not math.isnan(value)
@@ -222,11 +234,24 @@ def _distance(ratio: float) -> float:
     return abs(math.log10(ratio)) if ratio > 0 else math.inf
 
 
+def signs(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
+    """What each rule says of a record; nothing of what the record has no numbers for."""
+    yield from _loss(diary, metrics)
+    yield from _gradient(metrics)
+    yield from _profiles(metrics)
+    yield from _similarity(metrics)
+    yield from _inside(metrics)
+
+
 def _loss(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
     for key in ("train/nll", "train/loss", "val/nll"):
         if key in metrics and not math.isfinite(metrics[key]):
             yield Sign("diverged", "", True, math.inf, f"{key} is {number(metrics[key])}: the run has diverged")
             return
+    if diary.told.get("stability/diverged"):
+        sentence = "the spike guard found a loss that is not finite, or no lower than in the beginning: diverged"
+        yield Sign("diverged", "", True, 0.0, sentence)
+        return
     nll = metrics.get("train/nll")
     if nll is None:
         return
@@ -255,12 +280,18 @@ def _gradient(metrics: Mapping[str, float]) -> Iterator[Sign]:
         yield Sign("lost update", "", not math.isfinite(norm), 0.0, sentence)
 
 
-def _profiles(metrics: Mapping[str, float]) -> Iterator[Sign]:
+def _by_layer(metrics: Mapping[str, float]) -> dict[tuple[str, str], dict[int, float]]:
+    """The numbers of a record by (kind, stack), then layer."""
     layers: dict[tuple[str, str], dict[int, float]] = {}
     for key, value in metrics.items():
         found = LAYER.fullmatch(key)
         if found is not None:
             layers.setdefault((found[1], found[2]), {})[int(found[3])] = value
+    return layers
+
+
+def _profiles(metrics: Mapping[str, float]) -> Iterator[Sign]:
+    layers = _by_layer(metrics)
     for kind, words in PROFILES.items():
         for (name, stack), ratios in layers.items():
             if name == kind:
@@ -288,3 +319,19 @@ def _similarity(metrics: Mapping[str, float]) -> Iterator[Sign]:
                 f"neighbouring {stack} layers are alike (centred cosine {value:.3f}): each changes next to nothing"
             )
             yield Sign("alike", stack, value > ALIKE, value, sentence)
+
+
+def _inside(metrics: Mapping[str, float]) -> Iterator[Sign]:
+    for (kind, stack), values in _by_layer(metrics).items():
+        if kind in ("attention_entropy", "cross_attention_entropy"):
+            layer = min(values, key=lambda at: values[at])
+            part = f"{'self' if kind == 'attention_entropy' else 'cross'}-attention"
+            sentence = f"{part} of {stack} layer {layer} has {number(values[layer])} of the entropy it could: collapsed"
+            yield Sign("collapsed", f"{stack} {part}", values[layer] < COLLAPSED, -values[layer], sentence)
+        if kind == "epsilon_audit":
+            layer = max(values, key=lambda at: values[at])
+            sentence = (
+                f"{values[layer]:.0%} of the positions in {stack} layer {layer} have a variance within ten times "
+                "epsilon, which the norm then sees in their place"
+            )
+            yield Sign("drowned", stack, values[layer] > DROWNED, values[layer], sentence)

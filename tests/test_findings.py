@@ -95,6 +95,30 @@ def test_layers_alike_are_worth_a_word_but_no_fault() -> None:
     assert diary.verdict == "healthy"
 
 
+def test_attention_that_collapsed_and_positions_that_drowned() -> None:
+    diary = Diary()
+    found = diary.add(50, {"attention_entropy/encoder/layer_001": 0.4, "attention_entropy/encoder/layer_002": 0.001})
+    assert [finding.sentence for finding in found] == [
+        "self-attention of encoder layer 2 has 0.001 of the entropy it could: collapsed"
+    ]
+    (found,) = diary.add(50, {"cross_attention_entropy/decoder/layer_001": 0.0, "epsilon_audit/decoder/layer_001": 0.1})
+    assert found.where == "decoder cross-attention"
+    (found,) = diary.add(50, {"epsilon_audit/decoder/layer_001": 0.25, "epsilon_audit/decoder/layer_002": 0.0})
+    assert found.sentence.startswith("25% of the positions in decoder layer 1 have a variance within ten times epsilon")
+    assert diary.verdict == "no fault seen"
+
+
+def test_the_spike_guard_is_believed() -> None:
+    diary = findings(learning([7.0, 5.0]))
+    diary.add(110, {"stability/diverged": 0.0, "stability/spikes": 2.0})
+    assert diary.verdict == "no fault seen"
+    assert diary.summary()["stability/spikes"] == 2.0
+    diary.add(120, {"stability/diverged": 1.0, "stability/spikes": 3.0})
+    diary.add(150, {"train/nll": 5.0})
+    assert diary.verdict == "diverged at update 120"
+    assert diary.summary()["stability/diverged_at"] == 120
+
+
 def test_a_lost_update_is_no_fault() -> None:
     diary = Diary()
     (found,) = diary.add(50, {"gradient_norm/total": INF, "train/loss": 5.0})
@@ -145,7 +169,7 @@ def test_the_summary_sorts_runs() -> None:
 def test_every_rule_has_a_remedy_with_its_source() -> None:
     assert set(module.GRAVE) <= set(REMEDIES)
     for rule, remedy in REMEDIES.items():
-        assert "arXiv:" in remedy or rule == "lost update"
+        assert "arXiv:" in remedy or rule in ("lost update", "drowned")
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ def _rows(run: Run, kind: str, stack: str) -> dict[int, list[Point]]:
 
 
 def _colours(kind: str, values: Iterable[float]) -> Colouring:
-    if kind.endswith("gradient_ratio"):
+    if kind.startswith(("gradient_ratio", "activation_gradient_ratio")):
         return around_one(values)
     return from_lowest(values, high=1.0 if "similarity" in kind else None)
 
