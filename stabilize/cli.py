@@ -16,6 +16,7 @@ VERBS = {
     "test": "translate the test text with a checkpoint and score it",
     "predict": "translate the test text with a checkpoint",
     "explain": "print what a config's stabiliser is and does, without training",
+    "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
     "strategies": "list the strategies of each axis",
     "new-strategy": "write a small package with a strategy of your own",
 }
@@ -82,6 +83,10 @@ def _dispatch(words: list[str]) -> int:
         from stabilize.commands.new_strategy import write
 
         return write(words[1:])
+    if verb == "report":
+        from stabilize.commands.report import write as report
+
+        return report(words[1:])
     from stabilize.commands.training import run
 
     return run(words)

@@ -14,6 +14,9 @@ from torch import nn
 from stabilize.data.batch import Batch
 from stabilize.metrics import CorpusBLEU, CorpusChrF
 
+SAMPLES = 10
+"""Lines that are written with source and reference beside the scores."""
+
 
 class Translation(NamedTuple):
     """One line of an evaluation text."""
@@ -61,7 +64,7 @@ class Evaluation(nn.Module):
     def write(
         self, folder: Path, name: str, lines: dict[int, Translation], scores: dict[str, float], **origin: Any
     ) -> None:
-        """Write `{name}.txt`, line k the translation of line k, and `{name}.json`, scores and where they come from.
+        """Write `{name}.txt`, line k the translation of line k, and `{name}.json`: scores, provenance, samples.
 
         Lines that were not translated, because the pass was limited, are blank up to the last that was.
         """
@@ -77,5 +80,6 @@ class Evaluation(nn.Module):
             "empty": sum(not line.translation for line in lines.values()),
             "truncated": sum(line.truncated for line in lines.values()),
             **origin,
+            "samples": [line._asdict() for line in list(lines.values())[:SAMPLES]],
         }
         (folder / f"{name}.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

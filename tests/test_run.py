@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pty
+import re
 import shlex
 import subprocess
 import sys
@@ -125,6 +126,8 @@ def test_a_score_comes_with_its_provenance(run: Path) -> None:
     assert facts["empty"] == 1
     assert facts["update"] == 60
     assert facts["search"]["beam"] == 5
+    assert [sample["source"] for sample in facts["samples"]] == ["" if k == BLANK else e for k, e in enumerate(ENGLISH)]
+    assert [sample["reference"] for sample in facts["samples"]] == list(GERMAN)
     assert set(facts["scores"]) == {"bleu", "chrf", "bleu_word_by_word", "bleu_nearest_neighbour"}
     assert facts["text"].endswith("test.{lang} (en to de)")
 
@@ -199,6 +202,25 @@ def test_weights_and_biases_knows_the_stabilizers_and_the_signature(run: Path) -
     assert "tok:13a" in config["signatures"]["bleu"]
 
 
+def test_everything_in_weights_and_biases_is_drawn_by_update(run: Path) -> None:
+    assert wandb_file.axes(run) == {"trainer/global_step": "", "*": "trainer/global_step"}
+
+
+def test_the_summary_sorts_runs_and_is_in_the_folder_too(run: Path) -> None:
+    written = json.loads((run / "summary.json").read_text())
+    sent = wandb_file.summary(run)
+    assert {key: sent[key] for key in written} == written
+    best = max(row["val/bleu"] for row in rows(run) if "val/bleu" in row)
+    assert written["best/val_bleu"] == pytest.approx(best)
+    assert written["best/val_bleu_update"] in (30, 60)
+    assert "tok:13a" in written["best/bleu_signature"]
+    assert written["stability/verdict"] == "healthy"
+    ratios = [v for row in rows(run) for k, v in row.items() if re.fullmatch(r"gradient_ratio/\w+/layer_\d+", k)]
+    assert written["stability/worst_ratio"] == pytest.approx(max(ratios, key=lambda ratio: abs(math.log(ratio))))
+    assert "stability/diverged_at" not in written
+    assert 1 < written["train/word_entropy"] < math.log(60)
+
+
 def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
     logged = wandb_file.history(run)
     media = run / "wandb" / "latest-run" / "files"
@@ -250,7 +272,10 @@ def test_the_tools_of_weights_and_biases_take_the_run(run: Path) -> None:
 
 def test_the_folder_has_what_was_promised(run: Path) -> None:
     names = {path.name for path in run.iterdir()}
-    assert names == {"config.yaml", "checkpoints", "metrics.csv", "figures", "translations", "wandb", "tokenizer.model"}
+    assert names == {
+        *("config.yaml", "checkpoints", "metrics.csv", "summary.json"),
+        *("figures", "translations", "wandb", "tokenizer.model"),
+    }
     resolved = yaml.safe_load((run / "config.yaml").read_text())
     assert resolved["model"]["stabilizer"]["placement"]["class_path"].endswith("B2T")
     assert (run / "checkpoints" / "last.ckpt").is_file()
@@ -277,6 +302,7 @@ def test_testing_a_checkpoint_repeats_the_score_at_its_update(run: Path, text: T
             old, new = json.loads(there.read_text()), json.loads(here.read_text())
             assert new["update"] == old["update"] == 60
             assert new["scores"] == {key: old["scores"][key] for key in ("bleu", "chrf")}
+            assert new["samples"] == old["samples"]
             assert new["checkpoint"] == flags[-1]
     assert [row["step"] for row in rows(tested)] == [60]
     assert [row["trainer/global_step"] for row in wandb_file.history(tested)] == [60]

@@ -54,5 +54,20 @@ def config(run_folder: Path) -> dict[str, Any]:
     return found
 
 
+def summary(run_folder: Path) -> dict[str, Any]:
+    """The run's summary as it was in the end, without what history puts there."""
+    found: dict[str, Any] = {}
+    for record in records(run_folder):
+        if record.WhichOneof("record_type") == "summary":
+            found |= _values(record.summary.update)
+    return found
+
+
+def axes(run_folder: Path) -> dict[str, str]:
+    """What `define_metric` said: metric, or pattern of metrics -> the metric on its axis."""
+    defined = (record.metric for record in records(run_folder) if record.WhichOneof("record_type") == "metric")
+    return {metric.name or metric.glob_name: metric.step_metric for metric in defined}
+
+
 def _values(items: Any) -> dict[str, Any]:
     return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}

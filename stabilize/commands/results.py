@@ -13,6 +13,8 @@ from rich.text import Text
 from torch import Tensor
 
 from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.commands.narrator import Narrator
+from stabilize.findings import Diary
 
 SHOWN = ("train/", "val/", "test/")
 
@@ -33,10 +35,14 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     signature = getattr(trainer.lightning_module, "evaluation", None)
     if signature is not None:
         parts.append(Text(f"BLEU {signature.signatures['bleu']}", style="dim"))
+    for logger in trainer.loggers:
+        if isinstance(logger, Narrator) and (logger.diary.measured or logger.diary.findings):
+            parts += [Text(""), *words(logger.diary)]
     folder = Path(trainer.default_root_dir)
     what = {
         "config.yaml": "the resolved config",
         "metrics.csv": "every metric by update",
+        "summary.json": "the verdict, the worst ratio, the best score",
         "figures": "heat maps by layer and update, similarity matrices",
         "translations": "test translations, line for line, and their provenance",
         "checkpoints": "weights",
@@ -48,3 +54,13 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
             files.add_row(name, about)
     panel = Panel(Group(*parts, Text(""), files), title="results", title_align="left")
     return Group(panel, Text(f"run folder: {folder}"))
+
+
+def words(diary: Diary) -> list[RenderableType]:
+    """The verdict, and each finding with what the literature offers."""
+    colour = "green" if diary.verdict == "healthy" else "bold red"
+    told: list[RenderableType] = [Text.assemble("verdict: ", (diary.verdict, colour))]
+    for finding in diary.all:
+        style = "red" if finding.grave and not finding.passed else "dim" if finding.passed else "yellow"
+        told.append(Text.assemble((f"{finding.when}: {finding.sentence}", style), (f"; {finding.remedy}", "dim")))
+    return told

@@ -30,6 +30,7 @@ from stabilize import checkpoint, kernels, plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressBar, ProgressLines
 from stabilize.commands.card import card
 from stabilize.commands.mistakes import CONFIG, cause_in, check_nulls, class_named, mistake, one_line, options
+from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
 from stabilize.errors import UserError
@@ -110,6 +111,9 @@ class RunConfig(SaveConfigCallback):
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({**pl_module.spec(), "signatures": pl_module.evaluation.signatures})
+            if isinstance(logger, Narrator):
+                entropy = getattr(trainer.datamodule, "word_entropy", None)
+                logger.know(trainer.loggers, pl_module.evaluation.signatures["bleu"], entropy)
 
 
 class Command(LightningCLI):
@@ -191,6 +195,8 @@ class Command(LightningCLI):
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder / "checkpoints")
+        if trainer.loggers:
+            trainer.loggers = [*trainer.loggers, Narrator(folder)]
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:

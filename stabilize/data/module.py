@@ -134,6 +134,12 @@ class TranslationData(LightningDataModule, ABC):
         ]
         return int(max(lengths, default=0))
 
+    @property
+    def word_entropy(self) -> float | None:
+        """What knowing the frequency of each target token of the training text costs a token, in nats; for a model
+        that learns nothing more this is the loss. None before `setup("fit")`."""
+        return self._splits["train"].target_entropy if "train" in self._splits else None
+
     def train_dataloader(self) -> BatchLoader:
         """Batches of the training pairs, in another order each epoch."""
         # Lightning's overfit_batches means the same few batches again and again.

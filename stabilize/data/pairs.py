@@ -68,3 +68,8 @@ class TokenizedPairs(Dataset[Batch]):
     def target_lengths(self) -> NDArray[np.int64]:
         """Tokens of each row's target with the end token, [rows]."""
         return self._target.lengths[self._lines]
+
+    @property
+    def target_entropy(self) -> float:
+        """Entropy of single target tokens, see `Sentences.entropy`; over all lines, those left out included."""
+        return self._target.entropy()

@@ -46,3 +46,9 @@ class Sentences:
         # A place past the end of the flat array is padding anyway.
         ids = self._ids.take(self._starts[lines, None] + places, mode="clip")
         return torch.from_numpy(np.where(places < lengths, ids, PAD).astype(np.int64))
+
+    def entropy(self) -> float:
+        """Of single tokens, in nats: what a reader pays a token who knows nothing but how frequent each one is."""
+        shares = np.bincount(self._ids) / max(len(self._ids), 1)
+        shares = shares[shares > 0]
+        return float(-(shares * np.log(shares)).sum())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,15 @@ def test_batches_hold_the_ids(corpus: Path) -> None:
         assert (batch.source[:, -1] != PAD).any()
         assert (batch.target[:, -1] != PAD).any()
     assert sorted(lines(module.train_dataloader())) == list(range(60))
+
+
+def test_the_entropy_of_words_is_what_their_frequencies_cost(corpus: Path) -> None:
+    module = data(corpus)
+    assert module.word_entropy is None
+    module.setup("fit")
+    counts = Counter(token for line in GERMAN for token in [*module.tokenizer.encode(line), END])
+    costs = [-count * math.log(count / counts.total()) for count in counts.values()]
+    assert module.word_entropy == pytest.approx(sum(costs) / counts.total())
 
 
 def test_evaluation_carries_the_text(corpus: Path) -> None:

@@ -1,0 +1,78 @@
+"""Words, not only numbers: what happens in a run is said as soon as it happens."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from stabilize.findings import Diary
+
+SUMMARY = "summary.json"
+"""The file in the run folder with what the summary of the Weights & Biases run has too."""
+
+
+class Narrator(Logger):
+    """Hears every number that the other loggers write, and says what it means.
+
+    A logger, because no callback sees all numbers. A finding is printed once, when it is new; the summary of the run
+    (worst ratio, best score, verdict) goes to `summary.json` and to Weights & Biases whenever it changes, so that a run
+    that is killed has one too.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.diary = Diary()
+        self._folder = folder
+        self._others: list[WandbLogger] = []
+        self._facts: dict[str, Any] = {}
+        self._told: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run in a few numbers and facts, by key."""
+        return self.diary.summary() | self._facts
+
+    def know(self, loggers: list[Logger], signature: str, entropy: float | None) -> None:
+        """Take in what no number says: sacreBLEU's signature, the entropy of single words, and who else is told."""
+        self._others = [logger for logger in loggers if isinstance(logger, WandbLogger)]
+        self.diary.entropy = entropy
+        self._facts = {"best/bleu_signature": signature}
+        if entropy is not None:
+            self._facts["train/word_entropy"] = entropy
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        update = (step or 0) + 1  # loggers know an update by the number of those before it
+        for finding in self.diary.add(update, metrics):
+            print(f"update {update:,}: {finding}", flush=True)
+        self._tell()
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Nothing: settings are no news."""
+
+    def _tell(self) -> None:
+        summary = self.summary
+        if summary == self._told:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        written = self._folder / f"{SUMMARY}.new"
+        written.write_text(json.dumps(summary, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        written.replace(self._folder / SUMMARY)
+        for logger in self._others:
+            logger.experiment.summary.update(summary)
+        self._told = summary
