@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,8 @@ class TranslationTask(LightningModule):
         self._tally = _Tally()
         self._optimizer_before: dict[str, Any] | None = None
         self._tokens_seen = 0
+        self._since_log = [0.0, 0.0, 0.0]
+        """Loss, nll and tokens between a checkpoint and the log before it."""
 
     # ------------------------------------------------------------------ building
 
@@ -180,6 +182,9 @@ class TranslationTask(LightningModule):
 
     def on_train_start(self) -> None:
         self._tally.restart()
+        if self.trainer.is_global_zero:  # it is the sum of all ranks
+            self._tally.take(self._since_log)
+        self._since_log = [0.0, 0.0, 0.0]
         self._moved = [
             part
             for part in self.model.modules()
@@ -364,6 +369,7 @@ class TranslationTask(LightningModule):
         checkpoint["precision"] = self.precision
         checkpoint["optimizer"] = settings(self.trainer.optimizers[0])
         checkpoint["tokens_seen"] = self._tokens_seen
+        checkpoint["since_log"] = self._over_ranks(self._tally.since_log(self.device)).tolist()
         checkpoint["clipping"] = {"class": type(self.clipping).__name__, "state": self.clipping.state()}
 
     def check(self, checkpoint: dict[str, Any]) -> None:
@@ -388,6 +394,7 @@ class TranslationTask(LightningModule):
                 f"({self.tokenizer.hash}): set data.given_tokenizer to the checkpoint's before setup"
             )
         self._tokens_seen = checkpoint["tokens_seen"]
+        self._since_log = checkpoint["since_log"]
         if checkpoint["clipping"]["class"] == type(self.clipping).__name__:
             self.clipping.restore(checkpoint["clipping"]["state"])
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
@@ -441,6 +448,12 @@ class _Tally:
     def since_log(self, device: torch.device) -> Tensor:
         """Loss, nll and tokens `[3]` since the last log."""
         return torch.cat([self.losses.to(device), torch.tensor([self.tokens], dtype=torch.float64, device=device)])
+
+    def take(self, since_log: Sequence[float]) -> None:
+        """Add loss, nll and tokens from before."""
+        *losses, tokens = since_log
+        self.losses = self.losses + self.losses.new_tensor(losses)
+        self.tokens += int(tokens)
 
     def restart(self) -> float:
         """Forget all batches; seconds since the last time."""

@@ -41,8 +41,9 @@ def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> U
     return UserError(one_line(error))
 
 
-def check_nulls(tree: Any, key: str = "") -> None:
-    """Refuse null for an argument of a class that does not take it; jsonargparse lets it pass there.
+def check_values(tree: Any, key: str = "") -> None:
+    """Refuse what jsonargparse lets pass: null for an argument of a class that takes none, and numbers of the model or
+    the data that float32 or a counter does not hold.
 
     Args:
         tree: a config that has been parsed, or what stands in it at `key`.
@@ -52,16 +53,25 @@ def check_nulls(tree: Any, key: str = "") -> None:
     """
     if isinstance(tree, list):
         for place, item in enumerate(tree):
-            check_nulls(item, f"{key}[{place}]")
+            check_values(item, f"{key}[{place}]")
     elif isinstance(tree, dict):
         owner = _class_of(tree)
         for name, value in tree.items():
-            check_nulls(value, key if name in SPEC else f"{key}.{name}".lstrip("."))
+            check_values(value, key if name in SPEC else f"{key}.{name}".lstrip("."))
         empty = [name for name, value in (tree.get("init_args") or {}).items() if owner and value is None]
         known = _keys_of(_parser_of(owner, None)) if owner and empty else {}
         for name in empty:
             if name in known and known[name].type is not Any and "null" not in _names(known[name].type):
                 raise UserError(f"{key}.{name} is null: {_expected(known[name].type, None)}")
+
+    elif key.startswith(("model.", "data.")) and isinstance(tree, int | float) and not _holds(tree):
+        raise UserError(f"{key} is {tree}, which is beyond the numbers that can be computed with")
+
+
+def _holds(number: float) -> bool:
+    if isinstance(number, int):
+        return abs(number) < 2**63
+    return number == 0 or 1.2e-38 < abs(number) < 3.4e38  # NaN is neither
 
 
 def class_named(parser: ArgumentParser, key: str, name: str) -> type:

@@ -15,6 +15,9 @@ from stabilize.errors import UserError
 from stabilize.strategies import AXES, Part
 from stabilize.strategies.menu import menu
 
+OURS = "stabilize-nmt"
+"""The distribution that every package needs."""
+
 USAGE = """Write a small package that brings a strategy of your own: the class, its entry point and a test. What is
 written is an example that works; put your own equation in its place."""
 
@@ -83,7 +86,7 @@ from stabilize.data import SyntheticCorpus
 from stabilize.strategies import Stabilizer
 from stabilize.task import TranslationTask
 
-from $module import $name
+import $module
 
 
 def test_it_trains(tmp_path: Path) -> None:
@@ -279,7 +282,8 @@ def write(words: list[str]) -> int:
 def package(axis: str, name: str) -> dict[str, str]:
     """The files of a package that brings `name` to an axis of the menu: text by file name."""
     example, base, distribution = EXAMPLES[axis], MENU[axis], _distribution(name)
-    module, chosen = distribution.replace("-", "_"), f"{axis}={name}()"
+    module = distribution.replace("-", "_")
+    chosen = f"{axis}={module}.{name}()"
     values = example._asdict() | {
         "axis": axis,
         "name": name,
@@ -311,6 +315,8 @@ def _free(name: str) -> str:
         raise UserError(f"NAME is {name}; a class is called by a capital letter, then letters and digits: HalvedSum")
     plugins.load("stabilize.strategies")
     taken = {each.__name__: each for base in MENU.values() for each in (base, *menu(base))}
+    if _distribution(name) == OURS:
+        raise UserError(f"NAME is {name}, whose package would be called {OURS} like the one it needs; another would do")
     if name in taken:
         raise UserError(f"NAME is {name}, which is taken by {taken[name].__module__}.{name}; give it another name")
     return name

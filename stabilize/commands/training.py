@@ -29,7 +29,7 @@ from rich.console import Console
 from stabilize import checkpoint, kernels, plugins
 from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressBar, ProgressLines
 from stabilize.commands.card import card
-from stabilize.commands.mistakes import CONFIG, cause_in, check_nulls, class_named, mistake, one_line, options
+from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_named, mistake, one_line, options
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
@@ -145,7 +145,7 @@ class Command(LightningCLI):
             self.config = parser.parse_args(args)
         except ArgumentError as error:
             raise mistake(self._subcommand_parsers[self.verb], args[1:], error) from error
-        check_nulls(self.config[self.verb].as_dict())
+        check_values(self.config[self.verb].as_dict())
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The verb that was given alone: to build the parsers of all takes most of a second."""
@@ -282,7 +282,7 @@ def run_folder(root: Path) -> Path:
 
 def weights_and_biases(folder: Path) -> Logger:
     """A run in `folder`/wandb: online for who is logged in or asks by WANDB_MODE, else offline; never a question."""
-    asked = os.environ.get("WANDB_MODE")
+    asked = os.environ.get("WANDB_MODE") or None
     if asked is not None and asked not in WANDB_MODES:
         raise UserError(f"the environment variable WANDB_MODE is {asked}; {', '.join(WANDB_MODES)} would do")
     mode = WANDB_MODES[asked or "online"]

@@ -320,7 +320,8 @@ class MaskedBatchNorm(BatchStatistics):
 
     def build(self, site: Site, *, width: int | None = None, epsilon: float) -> None:  # type: ignore[override]
         super().build(site, width=width, epsilon=epsilon)
-        for name, start in (("mean", torch.zeros(self.width)), ("variance", torch.ones(self.width))):
+        zeros = torch.zeros(self.width, dtype=torch.float32)  # whatever the default: a checkpoint is copied into these
+        for name, start in (("mean", zeros), ("variance", zeros + 1)):
             self.register_buffer(f"running_{name}", start)
             self.register_buffer(f"next_{name}", start.clone(), persistent=False)
 
@@ -387,11 +388,12 @@ class PowerNorm(BatchStatistics):
     def build(self, site: Site, *, width: int | None = None, epsilon: float) -> None:  # type: ignore[override]
         super().build(site, width=width, epsilon=epsilon)
         _checked("groups", self.groups, self.width % self.groups == 0, f"a divisor of the width {self.width}")
-        self.register_buffer("quadratic_mean", torch.ones(self.width))
-        self.register_buffer("next_quadratic_mean", torch.ones(self.width), persistent=False)
-        self.register_buffer("nu", torch.zeros(self.width))
+        zeros = torch.zeros(self.width, dtype=torch.float32)  # whatever the default: a checkpoint is copied into these
+        self.register_buffer("quadratic_mean", zeros + 1)
+        self.register_buffer("next_quadratic_mean", zeros + 1, persistent=False)
+        self.register_buffer("nu", zeros)
         self.register_buffer("warm", torch.tensor(self.warmup == 0))
-        self.register_buffer("gathered", torch.zeros(3, self.width, requires_grad=True), persistent=False)
+        self.register_buffer("gathered", torch.stack([zeros] * 3).requires_grad_(), persistent=False)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         tokens = self.real_tokens(x, real)

@@ -204,6 +204,19 @@ MISTAKES = {
         ["--model.stabilizer.residual=AdminResidual", "--model.stabilizer.residual.profile=null"],
         "model.stabilizer.residual.profile is null: expected paper or released",
     ),
+    "infinity": (["model: {z_loss: .inf}"], "model.z_loss is inf, which is beyond the numbers "),
+    "no number": (
+        ["model: {stabilizer: {residual: {class_path: SkipInit, init_args: {initial: .nan}}}}"],
+        "model.stabilizer.residual.initial is nan, which is beyond ",
+    ),
+    "too small for float32": (
+        ["--model.stabilizer.attention=SoftCap", "--model.stabilizer.attention.cap=1e-50"],
+        "model.stabilizer.attention.cap is 1e-50, which is beyond ",
+    ),
+    "too many updates": (
+        [f"--model.stabilizer.warmup.updates=1{'0' * 30}"],
+        f"model.stabilizer.warmup.updates is 1{'0' * 30}, which is beyond ",
+    ),
     "null for a number": (["--data.workers=null"], "data.workers is null: expected int"),
     "null within a strategy": (
         [

@@ -75,6 +75,7 @@ REFUSED = {
     "a word of Python": (["residual", "None"], "NAME is None; "),
     "a name of the menu": (["residual", "PreNorm"], "NAME is PreNorm, which is taken by stabilize.strategies."),
     "the name of a base": (["residual", "Residual"], "NAME is Residual, which is taken by stabilize.strategies."),
+    "the name of the framework": (["norm", "Nmt"], "NAME is Nmt, whose package would be called stabilize-nmt like "),
     "no axis": (["residul", "Halves"], "no axis residul; nearest: residual"),
     "no name": (["residual"], "new-strategy: the following arguments are required: NAME; "),
     "a folder that is there": (["residual", "Halves", "--folder", "there"], "the folder there is there already; "),

@@ -262,3 +262,15 @@ def test_in_the_decoder_they_are_warned_about(norm: Norm) -> None:
 def test_what_will_not_do_is_refused_by_key(made: object, key: str) -> None:
     with pytest.raises(UserError, match=rf"norm\.{key} is"):
         made()
+
+
+@pytest.mark.parametrize("norm", [MaskedBatchNorm(), PowerNorm()], ids=lambda norm: type(norm).__name__)
+def test_statistics_are_float32_whatever_the_default(norm: Norm) -> None:
+    """Under bf16-true a model is built in bfloat16, and a checkpoint's statistics are copied into what was built."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        floats = [buffer for buffer in norm.at(SITE, epsilon=EPSILON).buffers() if buffer.is_floating_point()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(floats) >= 4
+    assert all(buffer.dtype == torch.float32 for buffer in floats)
