@@ -550,10 +550,9 @@ def test_training_goes_on_after_a_test(tmp_path: Path) -> None:
     assert trainer.test(task, datamodule=data, verbose=False)[0].keys() == first[0].keys()
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_tokens_since_the_last_log_go_on(tmp_path: Path) -> None:
     """A checkpoint between two logs: the numbers of the next log are those of a run without it."""
-    batches = [sentence_batch(k % 6, (k + 1) % 6) for k in range(6)]
+    batches = [sentence_batch(0, 1)] * 4  # always the same: in which order these go on is not the matter here
     fit(small_trainer(tmp_path / "whole", max_steps=6, log_every_n_steps=3), small_task(), batches)
     first = small_trainer(tmp_path / "first", max_steps=4, log_every_n_steps=3)
     fit(first, small_task(), batches)
