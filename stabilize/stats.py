@@ -304,18 +304,21 @@ def largest_logit(logits: Tensor, mask: Tensor) -> Tensor:
 # ---------------------------------------------------------------- the whole run
 
 
-def rolling_deviations(values: Tensor, window: int = 1000, fewest: int = 100) -> Tensor:
+def rolling_deviations(values: Tensor, window: int = 1000, fewest: int = 100, earlier: Tensor | None = None) -> Tensor:
     """By how many standard deviations each value is off the mean of those before it: `[values] -> [values]`.
 
     Args:
         values: a curve, such as the loss by update.
         window: how many values before it count, at most.
         fewest: how many there must be; zero where there are fewer.
+        earlier: values before the first.
 
     A value that is not finite is infinitely far off, and counts for none after it.
     """
     values = values.to(wide_dtype(values.device))
-    before = torch.cat([values.new_full((window,), math.nan), values]).unfold(0, window, 1)[:-1]
+    unknown = values.new_full((window,), math.nan)
+    curve = torch.cat([unknown, values] if earlier is None else [unknown, earlier.to(values), values])
+    before = curve[-len(values) - window :].unfold(0, window, 1)[:-1]
     at_once = max(1, NUMBERS_AT_ONCE // window)
     parts = []
     for rows, new in zip(torch.split(before, at_once), torch.split(values, at_once), strict=True):
