@@ -131,11 +131,18 @@ class PlaceMonitor(ForwardMonitor):
 
     def unwatch(self) -> None:
         super().unwatch()
-        uncompiled.end(self)
         self._seen = {}
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        uncompiled.end(self)  # not before: activation checkpointing has to compute again what it did in the forward
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_end(trainer, *arguments)
+        uncompiled.end(self)
 
     def forget(self) -> None:
         super().forget()
+        uncompiled.end(self)
         self.places = {}
 
     def _measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:

@@ -174,7 +174,8 @@ class TranslationTask(LightningModule):
         """Summed loss, summed nll, and number of target tokens of a batch."""
         labels = batch.target[:, 1:]
         real = labels != PAD
-        hidden = self.model(batch.source, batch.target[:, :-1])
+        # An end token is read by none: cutting off the last column spares only the longest sentence from it.
+        hidden = self.model(batch.source, batch.target[:, :-1].masked_fill(~real, PAD))
         labels = labels[real]
         logits = self.model.project(hidden[real])
         loss, nll = smoothed_cross_entropy(logits, labels, self.label_smoothing, self.z_loss)
