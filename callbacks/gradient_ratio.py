@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -53,8 +52,11 @@ class GradientRatio(LayerMonitor):
         figures: draw `gradient_ratio_{stack}.png`, layer by update, and `activation_gradient_ratio_{stack}.png`.
 
     Raises:
-        UserError: if `every` is negative, a pattern matches no module, or the strategy shards gradients.
+        UserError: if `every` is negative, a pattern matches no module, or the strategy hides its shards (FSDP1,
+            DeepSpeed; FSDP2 does not).
     """
+
+    reads_weights = True
 
     def __init__(
         self,
@@ -70,13 +72,6 @@ class GradientRatio(LayerMonitor):
         self.parts: dict[tuple[str, str], list[nn.Module]] = {}
         """What is measured of the layers of a stack: ("", stack) the layers, ("_role", stack) their parts of a role."""
         self._squares: dict[nn.Module, Tensor] = {}
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.every and isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
-            raise UserError(
-                f"GradientRatio: {type(trainer.strategy).__name__} shards gradients, whose norm would be that of one "
-                "shard; set every: 0, or use strategy: ddp"
-            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)

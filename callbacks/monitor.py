@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 from stabilize.errors import UserError
 
@@ -20,17 +21,26 @@ class Monitor(pl.Callback):
         every: updates between two records, the n-th being the first; 0 switches the callback off.
 
     Raises:
-        UserError: if `every` is negative.
+        UserError: if `every` is negative, or the strategy hides what is to be read.
     """
 
     headlines: ClassVar[tuple[str, ...]] = ("/first_to_last", "/mean")
     """Endings of the keys that stand for a whole run."""
+    reads_weights: ClassVar[bool] = False
+    """True where weights or their gradients are read: those of FSDP2 can be (`strategy: ModelParallelStrategy`)."""
 
     def __init__(self, every: int) -> None:
         if every < 0:
             raise UserError(f"every: {every} is no number of updates; give 1 or more, or 0 to switch the callback off")
         self.every = every
         self.latest: dict[str, float] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if self.every and self.reads_weights and isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
+            raise UserError(
+                f"{type(self).__name__}: {type(trainer.strategy).__name__} shards weights and gradients, whose norm "
+                "would be that of one shard; set every: 0, or use strategy: ddp"
+            )
 
     def summary(self) -> dict[str, float]:
         """Return the headline numbers, metric key -> last value."""

@@ -63,6 +63,8 @@ class SpikeGuard(Monitor):
         UserError: if a number is too small.
     """
 
+    reads_weights = True
+
     def __init__(self, every: int = 10, deviations: float = 7.0, window: int = 1000, policy: Policy = "report") -> None:
         super().__init__(every)
         if not deviations > 0:

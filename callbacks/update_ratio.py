@@ -37,6 +37,8 @@ class UpdateRatio(LayerMonitor):
         UserError: if `every` is negative, or a pattern matches no module.
     """
 
+    reads_weights = True
+
     def __init__(self, every: int = 50, layers: dict[str, str] | None = None, figures: bool = True) -> None:
         super().__init__(every, layers, figures)
         self._before: dict[nn.Parameter, Tensor] = {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
@@ -43,7 +44,7 @@ def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor])
     if not tensors:
         return torch.full((len(modules),), math.nan)
     device = next(iter(tensors.values())).device
-    norms = torch._foreach_norm(list(tensors.values()), 2, dtype=wide_dtype(device))
+    norms = [_whole(norm) for norm in torch._foreach_norm(list(tensors.values()), 2, dtype=wide_dtype(device))]
     norm_of = {parameter: norm.to(device) for parameter, norm in zip(tensors, norms, strict=True)}
     missing = norms[0].new_full((), math.nan).to(device)
     groups = [
@@ -51,6 +52,11 @@ def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor])
         for module in modules
     ]
     return torch.stack(torch._foreach_norm(groups, 2))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over all shards, where the tensor is sharded (FSDP2): every rank has to ask, and gets the same."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
