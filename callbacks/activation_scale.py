@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from stabilize import stats
 from stabilize.callbacks.figures import scale_map
-from stabilize.callbacks.forward_monitor import PlaceMonitor
 from stabilize.callbacks.history import History
 from stabilize.callbacks.layers import observe
+from stabilize.callbacks.place_monitor import PlaceMonitor
 
 
 class ActivationScale(PlaceMonitor):

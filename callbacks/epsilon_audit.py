@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from stabilize import stats
 from stabilize.callbacks.figures import share_map
-from stabilize.callbacks.forward_monitor import PlaceMonitor
 from stabilize.callbacks.history import History
+from stabilize.callbacks.place_monitor import PlaceMonitor
 
 
 class EpsilonAudit(PlaceMonitor):

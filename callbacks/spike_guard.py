@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import lightning.pytorch as pl
 import torch
@@ -27,8 +26,7 @@ LATELY = 100
 CURES = "a longer warm-up, a lower learning rate, or pre-norm, B2T or DeepNorm"
 
 
-@dataclass(frozen=True)
-class Alarm:
+class _Alarm(NamedTuple):
     """What is wrong at an update: its kind, and the same in one sentence with the remedy."""
 
     update: int
@@ -114,8 +112,9 @@ class SpikeGuard(Monitor):
         loss, self._loss = getattr(pl_module, "update_loss", self._loss), 0.0
         if not self.every:
             return
-        if any(parameter.grad is not None for parameter in pl_module.parameters()):  # else `training_step` said None
-            norm = stats.gradient_norms([pl_module])[0] / gradient_scale(trainer, optimizer)
+        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
+        if gradients:  # else `training_step` returned None
+            norm = stats.total_norm(gradients) / gradient_scale(trainer, optimizer)
             self._waiting.append((step_of(trainer) + 1, torch.stack([torch.as_tensor(loss).to(norm), norm])))
         if self.is_due(trainer) and self._waiting:
             self.send(trainer, self._look(trainer))
@@ -147,7 +146,7 @@ class SpikeGuard(Monitor):
             **({"stability/skipped_updates": float(progress["skipped"])} if scaled else {}),
         }
 
-    def _judge(self, updates: list[int], rows: Tensor) -> list[Alarm]:
+    def _judge(self, updates: list[int], rows: Tensor) -> list[_Alarm]:
         """Take in the loss and gradient norm `[updates, 2]`; return what is wrong, in order."""
         progress, alarms = self.progress, []
         jumped = torch.zeros(len(updates), dtype=torch.bool)
@@ -165,11 +164,11 @@ class SpikeGuard(Monitor):
                     cure = (
                         "clipping (model.clipping: ZClip), a longer warm-up or a lower learning rate smooth such jumps"
                     )
-                    alarms.append(Alarm(updates[i], "spike", f"the {words} {said}; {cure}"))
+                    alarms.append(_Alarm(updates[i], "spike", f"the {words} {said}; {cure}"))
                 else:
                     cure = f"go back to an earlier checkpoint; {CURES} would do"
                     alarms.append(
-                        Alarm(updates[i], "not finite", f"the {words} is {value}: training has diverged; {cure}")
+                        _Alarm(updates[i], "not finite", f"the {words} is {value}: training has diverged; {cure}")
                     )
         progress["spikes"] += int(jumped.sum())
         progress["updates"] += len(updates)
@@ -179,7 +178,7 @@ class SpikeGuard(Monitor):
             progress["diverged_at"] = min(diverged)
         return sorted(alarms, key=lambda alarm: alarm.update)
 
-    def _no_lower(self, updates: list[int], oldest: float) -> list[Alarm]:
+    def _no_lower(self, updates: list[int], oldest: float) -> list[_Alarm]:
         """Return an alarm if the loss is no lower than it was in the beginning."""
         progress = self.progress
         if progress["first_loss"] is None:
@@ -189,9 +188,9 @@ class SpikeGuard(Monitor):
             return []
         said = f"the loss of the last {LATELY} updates is {fmean(lately):.4g} on average, above the first update's"
         sentence = f"{said} {progress['first_loss']:.4g}: training has diverged; {CURES} would do"
-        return [Alarm(updates[-1], "no lower", sentence)]
+        return [_Alarm(updates[-1], "no lower", sentence)]
 
-    def react(self, trainer: pl.Trainer, alarms: list[Alarm]) -> None:
+    def react(self, trainer: pl.Trainer, alarms: list[_Alarm]) -> None:
         """Do what the policy says. Every rank gets the same alarms."""
         for alarm in alarms:
             last = self.progress["alarms"].get(alarm.kind)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
@@ -57,6 +58,11 @@ def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor])
 def _whole(norm: Tensor) -> Tensor:
     """A norm over all shards, where the tensor is sharded (FSDP2): every rank has to ask, and gets the same."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, a scalar: in float32, and so cheap enough for every update."""
+    return _whole(get_total_norm(list(gradients))).float()
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
