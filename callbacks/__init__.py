@@ -1,8 +1,23 @@
 """Lightning callbacks that watch each layer, and how a run shows its progress: one a file, named after the class."""
 
+from stabilize.callbacks.activation_scale import ActivationScale
+from stabilize.callbacks.attention_entropy import AttentionEntropy
+from stabilize.callbacks.epsilon_audit import EpsilonAudit
 from stabilize.callbacks.gradient_ratio import GradientRatio
 from stabilize.callbacks.layer_similarity import LayerSimilarity
 from stabilize.callbacks.progress_bar import ProgressBar
 from stabilize.callbacks.progress_lines import ProgressLines
+from stabilize.callbacks.spike_guard import SpikeGuard
+from stabilize.callbacks.update_ratio import UpdateRatio
 
-__all__ = ["GradientRatio", "LayerSimilarity", "ProgressBar", "ProgressLines"]
+__all__ = [
+    "ActivationScale",
+    "AttentionEntropy",
+    "EpsilonAudit",
+    "GradientRatio",
+    "LayerSimilarity",
+    "ProgressBar",
+    "ProgressLines",
+    "SpikeGuard",
+    "UpdateRatio",
+]

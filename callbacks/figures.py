@@ -16,12 +16,20 @@ from stabilize.callbacks.history import History
 
 def ratio_map(history: History, title: str) -> Figure:
     """Draw ratios, layer by update, as log10: white is one, blue vanishes, red explodes, grey is no number."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values = np.log10(np.array(history.rows).T)
-    values = np.where(np.isfinite(values), values, np.nan)
+    values = _log10(history)
     extent = np.nanmax(np.abs(values), initial=1.0)
     figure = _image(values, title, "log10 of the ratio", "RdBu_r", CenteredNorm(0.0, float(extent)))
     return _by_update(figure, history)
+
+
+def scale_map(history: History, title: str) -> Figure:
+    """Draw sizes, layer by update, as log10; grey is no number."""
+    return _by_update(_image(_log10(history), title, "log10", "viridis", None), history)
+
+
+def share_map(history: History, title: str) -> Figure:
+    """Draw shares, layer by update, from zero to one."""
+    return _by_update(_image(np.array(history.rows).T, title, "share", "viridis", Normalize(0.0, 1.0)), history)
 
 
 def similarity_map(history: History, title: str) -> Figure:
@@ -51,12 +59,18 @@ def publish(trainer: pl.Trainer, name: str, figure: Figure) -> None:
             logger.log_image(key=f"figures/{name}", images=[str(path)], step=step)
 
 
+def _log10(history: History) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = np.log10(np.array(history.rows).T)
+    return np.where(np.isfinite(values), values, np.nan)
+
+
 def _similarity(values: np.ndarray, title: str) -> Figure:
     lowest = np.nanmin(values, initial=0.99)
     return _image(values, title, "mean cosine", "viridis", Normalize(float(lowest), 1.0))
 
 
-def _image(values: np.ndarray, title: str, label: str, colours: str, scale: Normalize) -> Figure:
+def _image(values: np.ndarray, title: str, label: str, colours: str, scale: Normalize | None) -> Figure:
     """Draw `values` `[layers, columns]`, layer 1 at the bottom."""
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.add_subplot()

@@ -7,14 +7,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stabilize import stats
-from stabilize.callbacks.figures import publish, ratio_map
+from stabilize.callbacks.figures import ratio_map
+from stabilize.callbacks.history import History
 from stabilize.callbacks.layer_monitor import LayerMonitor
-from stabilize.callbacks.layers import stream_of
+from stabilize.callbacks.layers import roles_of, stream_of
+from stabilize.callbacks.precision import gradient_scale
 from stabilize.errors import UserError
 
 
@@ -31,6 +33,8 @@ class GradientRatio(LayerMonitor):
     | `gradient_ratio/{stack}/first_to_last`             | the headline: layer 001 once more                           |
     | `activation_gradient_ratio/{stack}/layer_001` ...  | the same for the gradient of the loss by the layer's output |
     | `activation_gradient_ratio/{stack}/first_to_last`  | the headline of that                                        |
+    | `gradient_norm_{role}/{stack}/layer_001` ...       | norm and ratio of the layers' parts of one role alone:      |
+    | `gradient_ratio_{role}/{stack}/layer_001` ...      | `self_attention`, `cross_attention`, `feed_forward`         |
 
     A number that does not exist has no point: a frozen layer, all ratios of a stack whose last layer has gradient zero,
     everything at an update whose `training_step` returned None. `gradient_norm/total` is logged even when infinite or
@@ -42,30 +46,45 @@ class GradientRatio(LayerMonitor):
     Args:
         every: updates between two records; 0 switches the callback off.
         activations: measure the gradient by the layers' outputs too.
+        roles: measure the layers' parts by role too, where a layer says what they are (`layer.roles`), or has parts
+            that are called as in torch or transformers.
         layers: stack name -> pattern over module names; none: the encoder and decoder of `TranslationTask`.
         figures: draw `gradient_ratio_{stack}.png`, layer by update, and `activation_gradient_ratio_{stack}.png`.
 
     Raises:
-        UserError: if `every` is negative, a pattern matches no module, or the strategy shards gradients.
+        UserError: if `every` is negative, a pattern matches no module, or the strategy hides its shards (FSDP1,
+            DeepSpeed; FSDP2 does not).
     """
+
+    reads_weights = True
 
     def __init__(
         self,
         every: int = 50,
         activations: bool = False,
+        roles: bool = False,
         layers: dict[str, str] | None = None,
         figures: bool = True,
     ) -> None:
         super().__init__(every, layers, figures)
         self.activations = activations
+        self.roles = roles
+        self.parts: dict[tuple[str, str], list[nn.Module]] = {}
+        """What is measured of the layers of a stack: ("", stack) the layers, ("_role", stack) their parts of a role."""
         self._squares: dict[nn.Module, Tensor] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.every and isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)):
-            raise UserError(
-                f"GradientRatio: {type(trainer.strategy).__name__} shards gradients, whose norm would be that of one "
-                "shard; set every: 0, or use strategy: ddp"
-            )
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.parts = {("", stack): layers for stack, layers in self.stacks.items()}
+        for stack, layers in self.stacks.items() if self.roles else ():
+            found = [roles_of(layer) for layer in layers]
+            if not any(found):
+                kind = type(layers[0]).__name__
+                raise UserError(
+                    f"GradientRatio: roles: true, but nothing says what the parts of {kind} are; roles: false"
+                )
+            for role in dict.fromkeys(role for parts in found for role in parts):
+                self.parts[f"_{role}", stack] = [parts.get(role, nn.ModuleList()) for parts in found]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.activations and self.is_due(trainer):
@@ -79,33 +98,31 @@ class GradientRatio(LayerMonitor):
         squares, self._squares = self._squares, {}
         if all(parameter.grad is None for parameter in pl_module.parameters()):
             return  # `training_step` returned None
-        layers = [layer for stack in self.stacks.values() for layer in stack]
-        norms = stats.gradient_norms([*layers, pl_module]) / _scale(trainer, optimizer)
+        modules = [module for part in self.parts.values() for module in part]
+        norms = stats.gradient_norms([*modules, pl_module]) / gradient_scale(trainer, optimizer)
         if self.activations:
             missing = norms.new_full((), math.nan)
-            of_outputs = torch.stack([squares.get(layer, missing) for layer in layers])
+            of_outputs = torch.stack([squares.get(layer, missing) for stack in self.stacks.values() for layer in stack])
             norms = torch.cat([norms, trainer.strategy.reduce(of_outputs, reduce_op="sum").sqrt()])
         norms = norms.cpu()  # the one transfer to the host
 
-        sizes = [len(stack) for stack in self.stacks.values()]
-        of_layers, total, of_outputs = norms.tensor_split([len(layers), len(layers) + 1])
+        of_parts, total, of_outputs = norms.tensor_split([len(modules), len(modules) + 1])
         metrics = {"gradient_norm/total": total.item()}
-        for stack, row in zip(self.stacks, of_layers.split(sizes), strict=True):
-            metrics |= self.name_layers("gradient_norm", stack, row.tolist())
-            metrics |= self._ratios(trainer, "gradient_ratio", stack, row)
+        for (role, stack), row in zip(self.parts, of_parts.split([len(p) for p in self.parts.values()]), strict=True):
+            metrics |= self.name_layers(f"gradient_norm{role}", stack, row.tolist())
+            metrics |= self._ratios(trainer, f"gradient_ratio{role}", stack, row)
         if self.activations:
+            sizes = [len(layers) for layers in self.stacks.values()]
             for stack, row in zip(self.stacks, of_outputs.split(sizes), strict=True):
                 metrics |= self._ratios(trainer, "activation_gradient_ratio", stack, row)
         self.send(trainer, metrics)
 
     def forget(self) -> None:
         super().forget()
-        self._squares = {}
+        self._squares, self.parts = {}, {}
 
-    def draw(self, trainer: pl.Trainer) -> None:
-        for name, history in self.history.items():
-            kind, stack = name.split("/")
-            publish(trainer, f"{kind}_{stack}", ratio_map(history, f"{kind.replace('_', ' ')}, {stack}"))
+    def picture(self, kind: str, history: History, title: str) -> Figure:
+        return ratio_map(history, title)
 
     def _ratios(self, trainer: pl.Trainer, name: str, stack: str, norms: Tensor) -> dict[str, float]:
         row = stats.gradient_ratio(norms).tolist()
@@ -125,10 +142,3 @@ class GradientRatio(LayerMonitor):
     def _add_square(self, layer: nn.Module, gradient: Tensor) -> None:
         square = stats.squared_norm(gradient)
         self._squares[layer] = self._squares[layer] + square if layer in self._squares else square
-
-
-def _scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
-    """Return by how much gradients are too large at this point: fused optimisers unscale inside their step."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    unscales_itself = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return scaler.get_scale() if scaler is not None and unscales_itself else 1.0

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
+from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from stabilize.callbacks.figures import publish
 from stabilize.callbacks.history import History
 from stabilize.callbacks.layers import find_layers
-from stabilize.errors import UserError
+from stabilize.callbacks.monitor import Monitor, step_of
 
 OURS = {"encoder": "model.encoder.layers.*", "decoder": "model.decoder.layers.*"}
 SCALARS = 24  # layers with a curve of their own, at most (and the last); see `LayerMonitor.name_layers`
 
 
-class LayerMonitor(pl.Callback, ABC):
+class LayerMonitor(Monitor, ABC):
     """Base of the callbacks that measure each layer at every n-th update; works with any LightningModule.
 
-    Nothing is measured, hooked or copied to the host at the updates between. Numbers go straight to the loggers, at the
-    step of Lightning's own training metrics (0 for the first update) whatever `log_every_n_steps` is, and never to the
-    progress bar. Every layer of every record is also kept in `history`, which travels in the checkpoint and is drawn
-    into `figures/` of the run folder and Weights & Biases when `fit` ends, also by an exception.
-
-    Automatic optimisation with one optimiser is assumed.
+    Nothing is measured, hooked or copied to the host at the updates between. Every layer of every record is also kept
+    in `history`, which travels in the checkpoint and is drawn into `figures/` of the run folder and Weights & Biases
+    when `fit` ends, also by an exception.
 
     Args:
         every: updates between two records, the n-th being the first; 0 switches the callback off.
@@ -39,23 +38,16 @@ class LayerMonitor(pl.Callback, ABC):
     """
 
     def __init__(self, every: int, layers: dict[str, str] | None, figures: bool) -> None:
-        if every < 0:
-            raise UserError(f"every: {every} is no number of updates; give 1 or more, or 0 to switch the callback off")
-        self.every = every
+        super().__init__(every)
         self.layers = OURS if layers is None else layers
         self.figures = figures
         self.stacks: dict[str, list[nn.Module]] = {}
         self.history: dict[str, History] = {}
-        self.latest: dict[str, float] = {}
         self._handles: list[RemovableHandle] = []
 
     @abstractmethod
-    def draw(self, trainer: pl.Trainer) -> None:
-        """Publish the pictures of what was recorded."""
-
-    def summary(self) -> dict[str, float]:
-        """Return the headline numbers, metric key -> last value."""
-        return {key: value for key, value in self.latest.items() if key.endswith(("/first_to_last", "/mean"))}
+    def picture(self, kind: str, history: History, title: str) -> Figure:
+        """Return the picture of the history called `kind/stack`."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.every:
@@ -71,33 +63,35 @@ class LayerMonitor(pl.Callback, ABC):
         self._finish(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        history = {name: history.state_dict() for name, history in self.history.items()}
-        return {"history": history, "latest": dict(self.latest)}
+        return super().state_dict() | {
+            "history": {name: history.state_dict() for name, history in self.history.items()}
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
         self.history = {name: History.from_state_dict(state) for name, state in state_dict["history"].items()}
-        self.latest = dict(state_dict["latest"])
 
-    def is_due(self, trainer: pl.Trainer) -> bool:
-        """Say whether the update being made is one to record; the same for all micro-batches of its window."""
-        return self.every > 0 and (_step(trainer) + 1) % self.every == 0
+    def watch(
+        self,
+        hook: Callable[[nn.Module, tuple[Any, ...], Any], None],
+        modules: Iterable[nn.Module] | None = None,
+    ) -> None:
+        """Call `hook(module, inputs, output)` after the forward of each module, or each layer, until `unwatch`."""
 
-    def watch(self, hook: Callable[[nn.Module, tuple[Any, ...], Any], None]) -> None:
-        """Call `hook(layer, inputs, output)` after each layer's forward, until `unwatch`."""
-
-        def call(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            hook(layer, inputs, output)
+        def call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            hook(module, inputs, output)
 
         # A function, because a deep copy of the model would copy a bound method's object, which is the callback.
-        self._handles = [layer.register_forward_hook(call) for stack in self.stacks.values() for layer in stack]
+        watched = [layer for stack in self.stacks.values() for layer in stack] if modules is None else modules
+        self._handles = [module.register_forward_hook(call) for module in watched]
 
     @property
     def watching(self) -> bool:
-        """Whether there are hooks on the layers."""
+        """Whether there are hooks."""
         return bool(self._handles)
 
     def unwatch(self) -> None:
-        """Take the hooks off the layers."""
+        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -109,7 +103,7 @@ class LayerMonitor(pl.Callback, ABC):
 
     def record(self, trainer: pl.Trainer, name: str, row: list[float]) -> None:
         """Add a row of all layers to the history called `name`."""
-        self.history.setdefault(name, History()).append(_step(trainer) + 1, row)
+        self.history.setdefault(name, History()).append(step_of(trainer) + 1, row)
 
     def name_layers(self, name: str, stack: str, row: list[float]) -> dict[str, float]:
         """Return `{name}/{stack}/layer_001` ... for the numbers of a row that exist.
@@ -121,18 +115,20 @@ class LayerMonitor(pl.Callback, ABC):
         shown = sorted({*range(0, len(row), spacing), len(row) - 1})
         return {f"{name}/{stack}/layer_{i + 1:03d}": row[i] for i in shown if math.isfinite(row[i])}
 
-    def send(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
-        """Give the numbers of this update to every logger (`log` would be overwritten by Lightning)."""
-        self.latest.update(metrics)
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=_step(trainer))
+    def log_row(self, trainer: pl.Trainer, name: str, stack: str, row: list[float]) -> dict[str, float]:
+        """Record a row and return its keys; nothing of a row without a number."""
+        if not any(map(math.isfinite, row)):
+            return {}
+        self.record(trainer, f"{name}/{stack}", row)
+        return self.name_layers(name, stack, row)
+
+    def draw(self, trainer: pl.Trainer) -> None:
+        """Publish the pictures of everything in `history`."""
+        for name, history in self.history.items():
+            kind, stack = name.split("/")
+            publish(trainer, f"{kind}_{stack}", self.picture(kind, history, f"{kind.replace('_', ' ')}, {stack}"))
 
     def _finish(self, trainer: pl.Trainer) -> None:
         self.forget()
         if self.figures and self.history and trainer.is_global_zero:
             self.draw(trainer)
-
-
-def _step(trainer: pl.Trainer) -> int:
-    """Return the number of updates made before this one, which is the step loggers know it by."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped

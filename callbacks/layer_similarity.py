@@ -8,20 +8,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from stabilize import stats
 from stabilize.callbacks.figures import publish, similarity_map, similarity_matrix
-from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.callbacks.forward_monitor import ForwardMonitor
+from stabilize.callbacks.history import History
 from stabilize.callbacks.layers import observe
 from stabilize.errors import UserError
 
 KINDS = {"layer_similarity": False, "layer_similarity_centered": True}  # name -> whether the mean is taken out
 
 
-class LayerSimilarity(LayerMonitor):
+class LayerSimilarity(ForwardMonitor):
     """Log the cosine between the outputs of neighbouring layers: near one is a layer that changes next to nothing.
 
     | key                                               | what                                                         |
@@ -53,24 +53,11 @@ class LayerSimilarity(LayerMonitor):
         super().__init__(every, layers, figures)
         self.matrices: dict[str, list[list[float]]] = {}
         self._observed: dict[nn.Module, tuple[Tensor, Tensor | None]] = {}
-        self._sums: Tensor | None = None
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if self.is_due(trainer):
-            self.watch(self._observe)
+    def look(self) -> None:
+        self.watch(self._observe)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.watching:
-            sums = self._measure(pl_module.device)
-            self._sums = sums if self._sums is None else self._sums + sums
-        self.unwatch()  # before backward, in which activation checkpointing runs layers again
-
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
-        if not self.is_due(trainer) or self._sums is None:
-            return  # without sums at a due update, `training_step` returned None
-        sums, self._sums = trainer.strategy.reduce(self._sums, reduce_op="sum").cpu(), None  # the one transfer
+    def report(self, trainer: pl.Trainer, sums: Tensor) -> None:
         parts = iter(sums.split([2 * len(layers) ** 2 for layers in self.stacks.values() for _ in KINDS]))
         metrics: dict[str, float] = {}
         for stack, layers in self.stacks.items():
@@ -84,17 +71,15 @@ class LayerSimilarity(LayerMonitor):
         super().unwatch()
         self._observed = {}
 
-    def forget(self) -> None:
-        super().forget()
-        self._sums = None
+    def picture(self, kind: str, history: History, title: str) -> Figure:
+        return similarity_map(history, title)
 
     def draw(self, trainer: pl.Trainer) -> None:
-        for key, history in self.history.items():
-            name, stack = key.split("/")
-            kind = name.replace("_", " ")
-            publish(trainer, f"{name}_{stack}", similarity_map(history, f"{kind} with the next layer, {stack}"))
-            matrix = similarity_matrix(self.matrices[key], f"{kind}, {stack}, update {history.updates[-1]}")
-            publish(trainer, f"{name.replace('layer_similarity', 'similarity_matrix')}_{stack}", matrix)
+        super().draw(trainer)
+        for key, matrix in self.matrices.items():
+            kind, stack = key.replace("layer_similarity", "similarity_matrix").split("/")
+            title = f"{kind.replace('_', ' ')}, {stack}, update {self.history[key].updates[-1]}"
+            publish(trainer, f"{kind}_{stack}", similarity_matrix(matrix, title))
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"matrices": dict(self.matrices)}
@@ -109,16 +94,13 @@ class LayerSimilarity(LayerMonitor):
                 states, real = observe(layer, inputs, output)
             self._observed[layer] = states.detach(), real
 
-    def _measure(self, device: torch.device) -> Tensor:
+    def gather(self, device: torch.device) -> Tensor:
         """Return the sums of every stack and kind in one row, so that ranks need one reduction."""
         sums = []
         for stack, layers in self.stacks.items():
             seen = [self._observed[layer] for layer in layers if layer in self._observed]
             if not seen:
-                rank_zero_warn(
-                    f"LayerSimilarity: no layer of {stack} ran in training_step where a hook sees it (a model compiled "
-                    "as a whole hides its layers); nothing is logged for it"
-                )
+                self.warn_unseen(stack)
                 sums += [torch.zeros(2 * len(layers) ** 2, device=device, dtype=stats.wide_dtype(device))] * len(KINDS)
                 continue
             (example, real), *_ = seen
@@ -131,8 +113,7 @@ class LayerSimilarity(LayerMonitor):
         return torch.cat(sums)
 
     def _neighbours(self, trainer: pl.Trainer, name: str, stack: str, row: list[float]) -> dict[str, float]:
-        existing = [value for value in row if math.isfinite(value)]
-        if not existing:
-            return {}
-        self.record(trainer, f"{name}/{stack}", row)
-        return self.name_layers(name, stack, row) | {f"{name}/{stack}/mean": fmean(existing)}
+        metrics = self.log_row(trainer, name, stack, row)
+        if metrics:
+            metrics[f"{name}/{stack}/mean"] = fmean(value for value in row if math.isfinite(value))
+        return metrics

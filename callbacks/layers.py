@@ -35,6 +35,27 @@ def find_layers(module: nn.Module, patterns: dict[str, str]) -> dict[str, list[n
     return stacks
 
 
+ROLES = {
+    "self_attention": ("self_attn",),
+    "cross_attention": ("multihead_attn", "encoder_attn"),
+    "feed_forward": ("linear1", "linear2", "fc1", "fc2"),
+}
+"""What the parts of a layer are called in torch and in transformers."""
+
+
+def roles_of(layer: nn.Module) -> dict[str, nn.Module]:
+    """Return a layer's parts by role, with those that it has.
+
+    A layer says so itself in `layer.roles`; of any other the parts that are called as in torch and transformers.
+    """
+    own = getattr(layer, "roles", None)
+    if isinstance(own, dict):
+        return own
+    children = dict(layer.named_children())
+    found = {role: [children[name] for name in names if name in children] for role, names in ROLES.items()}
+    return {role: nn.ModuleList(parts) for role, parts in found.items() if parts}
+
+
 def stream_of(output: Any) -> list[Tensor]:
     """Return the tensors that carry the stream to the next layer: the output, or all in the first item of a tuple.
 

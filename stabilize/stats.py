@@ -10,12 +10,19 @@ A number that does not exist (a layer without gradient, a similarity over no pos
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
-NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums`
+NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
+
+
+# ---------------------------------------------------------------- gradients and updates
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -29,19 +36,33 @@ def gradient_norms(modules: Sequence[nn.Module]) -> Tensor:
     ``|g| = sqrt(sum over parameters of sum(g ** 2))``. A parameter in two of the modules counts in both and is read
     once. Parameters whose gradient is None are left out; a module without any gradient is NaN.
     """
-    parameters = list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
-    gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-    if not gradients:
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return _norms(modules, {parameter: parameter.grad for parameter in parameters if parameter.grad is not None})
+
+
+def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """L2 norm of all the tensors that belong to each module's parameters, as `[modules]`; NaN where there are none."""
+    if not tensors:
         return torch.full((len(modules),), math.nan)
-    device = next(iter(gradients.values())).device
-    norms = torch._foreach_norm(list(gradients.values()), 2, dtype=wide_dtype(device))
-    norm_of = {parameter: norm.to(device) for parameter, norm in zip(gradients, norms, strict=True)}
+    device = next(iter(tensors.values())).device
+    norms = [_whole(norm) for norm in torch._foreach_norm(list(tensors.values()), 2, dtype=wide_dtype(device))]
+    norm_of = {parameter: norm.to(device) for parameter, norm in zip(tensors, norms, strict=True)}
     missing = norms[0].new_full((), math.nan).to(device)
     groups = [
         torch.stack([norm_of[parameter] for parameter in module.parameters() if parameter in norm_of] or [missing])
         for module in modules
     ]
     return torch.stack(torch._foreach_norm(groups, 2))
+
+
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over all shards, where the tensor is sharded (FSDP2): every rank has to ask, and gets the same."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all gradients together, a scalar: in float32, and so cheap enough for every update."""
+    return _whole(get_total_norm(list(gradients))).float()
 
 
 def squared_norm(tensor: Tensor) -> Tensor:
@@ -58,12 +79,116 @@ def gradient_ratio(norms: Tensor) -> Tensor:
     return torch.where((last > 0) & last.isfinite(), norms[:-1] / last, math.nan)
 
 
+def update_ratios(modules: Sequence[nn.Module], before: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """How far each module's parameters have moved, over where they were: ``|W' - W| / |W|``, as `[modules]`.
+
+    Both norms are those of all parameters of the module together. Parameters that need no gradient are left out; a
+    module without any other, or whose parameters were all zero, is NaN.
+
+    Args:
+        modules: as they are now, after the update.
+        before: a copy of each parameter before it.
+    """
+    learns = [p for module in modules for p in module.parameters() if p.requires_grad]
+    steps = _norms(modules, {p: p.detach() - before[p] for p in learns})
+    sizes = _norms(modules, {p: before[p] for p in learns})
+    return torch.where(sizes > 0, steps / sizes, math.nan)
+
+
+def adam_health(optimizer: Optimizer) -> Tensor:
+    """Median over all weights of Adam's ``sqrt(v / (1 - beta2^t)) / eps``, a scalar; near one, eps slows the weights.
+
+    Of every optimiser that keeps `exp_avg_sq` and `step` (Adam, AdamW, NAdam, RAdam, ...); NaN of any other, and before
+    its first step. A weight whose gradient was always zero is left out: it moves nowhere whatever eps is.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if "exp_avg_sq" in state:
+                moment = state["exp_avg_sq"].detach()
+                correction = 1 - group["betas"][1] ** float(state["step"])
+                found.append((moment[moment > 0] / correction).sqrt() / group["eps"])
+    together = torch.cat(found) if found else torch.empty(0)
+    return together.median() if together.numel() else torch.tensor(math.nan)
+
+
+# ---------------------------------------------------------------- states
+
+
+def moments(states: Tensor, real: Tensor | None = None) -> Tensor:
+    """How many numbers the real positions of `[..., width]` hold, their sum and that of their squares, as `[3]`.
+
+    All three add over micro-batches and ranks; `rms` and `variance` read the total. `real` bool `[...]`, None is all.
+    Within a position sums are float32, a hundred times faster: sizes from 1e-19 to 1e19 can be told.
+    """
+    states = states.detach().to(torch.promote_types(states.dtype, torch.float32))
+    wide = wide_dtype(states.device)
+    total, norm = states.sum(-1).to(wide), torch.linalg.vector_norm(states, dim=-1).to(wide)
+    rows = torch.stack([torch.full_like(total, states.size(-1)), total, norm.square()])
+    return (rows if real is None else torch.where(real, rows, 0.0)).flatten(1).sum(1)
+
+
+def rms(moments: Tensor) -> Tensor:
+    """``sqrt(mean(x ** 2))`` from `moments`: `[..., 3] -> [...]`; NaN where nothing was counted."""
+    count, _, squares = moments.unbind(-1)
+    return (squares / count).sqrt()
+
+
+def variance(moments: Tensor) -> Tensor:
+    """``mean(x ** 2) - mean(x) ** 2`` from `moments`: `[..., 3] -> [...]`; NaN where nothing was counted."""
+    count, total, squares = moments.unbind(-1)
+    return (squares / count - (total / count).square()).clamp(min=0.0)
+
+
 def activation_rms(states: Tensor, real: Tensor | None = None) -> Tensor:
     """``sqrt(mean(x ** 2))`` over the real positions of `[..., width]`, a scalar; `real` bool `[...]`, None is all."""
-    squares = states.detach().to(wide_dtype(states.device)).square().mean(dim=-1)
-    if real is None:
-        return squares.mean().sqrt()
-    return (torch.where(real, squares, 0.0).sum() / real.sum()).sqrt()
+    return rms(moments(states, real))
+
+
+def growth_slope(variances: Tensor) -> Tensor:
+    """By how much ``log variance`` grows from layer to layer: `[layers] ->` the slope of the least-squares line.
+
+    Zero where all layers have one scale, as after post-norm; falling with depth where the variance grows linearly, as
+    under pre-norm; the same at any depth where it grows exponentially (Sun et al. 2025, arXiv:2502.05795). A layer
+    whose logarithm does not exist is left out; NaN where fewer than two are left.
+    """
+    logs = variances.log()
+    exists = logs.isfinite()
+    number = torch.arange(1, len(logs) + 1, dtype=logs.dtype, device=logs.device)
+    number, logs = (torch.where(exists, x, 0.0) for x in (number, logs))
+    number = torch.where(exists, number - number.sum() / exists.sum(), 0.0)
+    return (number * logs).sum() / number.square().sum()
+
+
+def branch_share(branch: Tensor, total: Tensor, real: Tensor | None = None) -> Tensor:
+    """``Var f / Var(x ⊕ f)`` over real positions, a scalar: how much of the stream a branch has written.
+
+    What Admin calls the dependency on a branch (Liu et al. 2020, arXiv:2004.08249).
+
+    Args:
+        branch: f, `[..., width]`.
+        total: the stream after f was added, the same shape.
+        real: bool `[...]`, None is all.
+    """
+    return variance(moments(branch, real)) / variance(moments(total, real))
+
+
+def near_epsilon(guarded: Tensor, epsilon: float, real: Tensor | None = None, times: float = 10.0) -> Tensor:
+    """At how many real positions epsilon has a say, and of how many: `[2]`, which add over micro-batches and ranks.
+
+    Args:
+        guarded: what epsilon is added to, one number a position: a variance, a mean square.
+        epsilon: of the norm.
+        real: bool of the same shape, None is all.
+        times: epsilon has a say up to this many times its size.
+    """
+    near = guarded.detach() <= times * epsilon
+    counted = torch.ones_like(near) if real is None else real.expand_as(near)
+    return torch.stack([(near & counted).sum(), counted.sum()]).to(wide_dtype(near.device))
+
+
+# ---------------------------------------------------------------- similarity
 
 
 def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None, centered: bool = False) -> Tensor:
@@ -122,9 +247,141 @@ def similarity_matrix(sums: Tensor) -> Tensor:
     return (sums[0] / sums[1]).clamp(-1.0, 1.0)
 
 
+def angular_distance(first: Tensor, second: Tensor, real: Tensor | None = None) -> Tensor:
+    """Mean over real positions of ``arccos(cos(x, y)) / pi`` between two `[..., width]`, a scalar from 0 to 1.
+
+    Gromov et al. 2024, arXiv:2403.17887, take it at the last position alone, Sun et al. 2025, arXiv:2502.05795, at all.
+    A position where either is zero does not count.
+    """
+    first, second = (states.detach().to(wide_dtype(states.device)) for states in (first, second))
+    norms = torch.linalg.vector_norm(first, dim=-1) * torch.linalg.vector_norm(second, dim=-1)
+    counts = (norms > 0) if real is None else (norms > 0) & real
+    # From the difference of the units, because arccos has lost half of all digits near one.
+    x, y = (states / torch.linalg.vector_norm(states, dim=-1, keepdim=True) for states in (first, second))
+    apart, together = (torch.linalg.vector_norm(vectors, dim=-1) for vectors in (x - y, x + y))
+    return torch.where(counts, 2 / math.pi * torch.atan2(apart, together), 0.0).sum() / counts.sum()
+
+
 def cosine_similarity(first: Tensor, second: Tensor, real: Tensor | None = None, centered: bool = False) -> Tensor:
     """Mean over real positions of ``cos(x, y) = x . y / (|x| |y|)`` between two `[batch, length, width]`, a scalar.
 
     Arguments as for `similarity_sums`.
     """
     return similarity_matrix(similarity_sums([first, second], real, centered))[0, 1]
+
+
+# ---------------------------------------------------------------- attention
+
+
+def attention_sums(logits: Tensor, mask: Tensor) -> Tensor:
+    """Sums of the entropy ``-sum_j a_j log a_j`` of attention weights ``a = softmax(logits)`` over queries and heads.
+
+    Args:
+        logits: before the mask, `[..., keys]`.
+        mask: true where a query may look, broadcasts to the logits. A query that may look nowhere does not count.
+
+    Returns:
+        `[4]`, which add over micro-batches and ranks: the sum, and over how many; the sum of the entropy over the
+        largest that is possible, ``log`` of the keys a query may look at, and over how many that may look at two.
+    """
+    mask = mask.expand_as(logits)
+    keys = mask.sum(-1)
+    hidden = logits.detach().float().masked_fill(~mask, -torch.finfo(torch.float32).max)
+    entropy = torch.special.entr(hidden.softmax(-1)).sum(-1, dtype=wide_dtype(logits.device))
+    some, two = keys > 0, keys > 1
+    share = entropy / keys.log()
+    sums = (torch.where(some, entropy, 0.0), some, torch.where(two, share, 0.0), two)
+    return torch.stack([part.sum(dtype=entropy.dtype) for part in sums])
+
+
+def attention_entropy(logits: Tensor, mask: Tensor, normalized: bool = False) -> Tensor:
+    """Mean entropy of attention weights in nats, a scalar; or over the largest possible, from 0 to 1.
+
+    A sharp fall is the collapse of Zhai et al. 2023, arXiv:2303.06296. Arguments as for `attention_sums`.
+    """
+    total, rows, share, rows_of_two = attention_sums(logits, mask)
+    return share / rows_of_two if normalized else total / rows
+
+
+def largest_logit(logits: Tensor, mask: Tensor) -> Tensor:
+    """The largest ``|logit|`` that a query may look at, a scalar; NaN where none may look anywhere.
+
+    Dehghani et al. 2023, arXiv:2302.05442, saw training break where it passed tens of thousands.
+    """
+    mask = mask.expand_as(logits)
+    largest = torch.where(mask, logits.detach().abs(), 0.0).amax()
+    return torch.where(mask.any(), largest, math.nan).to(wide_dtype(logits.device))
+
+
+# ---------------------------------------------------------------- the whole run
+
+
+def rolling_deviations(values: Tensor, window: int = 1000, fewest: int = 100, earlier: Tensor | None = None) -> Tensor:
+    """By how many standard deviations each value is off the mean of those before it: `[values] -> [values]`.
+
+    Args:
+        values: a curve, such as the loss by update.
+        window: how many values before it count, at most.
+        fewest: how many there must be; zero where there are fewer.
+        earlier: values before the first.
+
+    A value that is not finite is infinitely far off, and counts for none after it.
+    """
+    values = values.to(wide_dtype(values.device))
+    unknown = values.new_full((window,), math.nan)
+    curve = torch.cat([unknown, values] if earlier is None else [unknown, earlier.to(values), values])
+    before = curve[-len(values) - window :].unfold(0, window, 1)[:-1]
+    at_once = max(1, NUMBERS_AT_ONCE // window)
+    parts = []
+    for rows, new in zip(torch.split(before, at_once), torch.split(values, at_once), strict=True):
+        counted = rows.isfinite()
+        count = counted.sum(1)
+        mean = torch.where(counted, rows, 0.0).sum(1) / count
+        spread = torch.where(counted, rows - mean[:, None], 0.0).square().sum(1).div(count).sqrt()
+        off = (new - mean).abs()
+        far = torch.where(off > 0, off / spread, 0.0)
+        far = torch.where(count >= fewest, far, 0.0)
+        parts.append(torch.where(new.isfinite(), far, math.inf))
+    return torch.cat(parts)
+
+
+def spike_score(values: Tensor, deviations: float = 7.0, window: int = 1000, fewest: int = 100) -> Tensor:
+    """Share of a curve's values at least seven standard deviations off the mean of the last 1,000, a scalar.
+
+    The definition of OLMo 2 (arXiv:2501.00656), there of the training loss and of the gradient norm. It leaves open
+    what the first values are measured against: here, those with fewer than `fewest` before them are no spikes.
+    """
+    return (rolling_deviations(values, window, fewest) >= deviations).double().mean()
+
+
+def skip_costs(layers: Sequence[nn.Module], loss: Callable[[], Tensor]) -> Tensor:
+    """What each layer is worth: ``loss without layer l - loss``, as `[layers]`; nothing is trained in between.
+
+    A layer that is left out hands on what it was given: `layer.skip(inputs)` where it has that method, else its first
+    input in place of its output, or of the first item of a tuple. Sun et al. 2025, arXiv:2502.05795.
+
+    Args:
+        layers: parts of the model that `loss` runs.
+        loss: runs the model on the same data each time, in evaluation mode, and returns a scalar.
+    """
+
+    def skip(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        own = getattr(layer, "skip", None)
+        if callable(own):
+            return own(inputs)
+        return (inputs[0], *output[1:]) if isinstance(output, tuple) else inputs[0]
+
+    with torch.no_grad():
+        costs, whole = [], loss()
+        for layer in layers:
+            handle = layer.register_forward_hook(skip)
+            try:
+                costs.append(loss() - whole)
+            finally:
+                handle.remove()
+    return torch.stack(costs)
+
+
+def effective_depth(costs: Tensor, threshold: float = 0.01) -> Tensor:
+    """How many layers would be missed: those whose `skip_costs` are above the threshold, an integer scalar."""
+    return (costs > threshold).sum()

@@ -94,6 +94,8 @@ class TranslationTask(LightningModule):
         self.tokenizer: Tokenizer
         self.model: EncoderDecoder
         self.evaluation = Evaluation()
+        self.update_loss = 0.0
+        """Of the last update, per target token."""
         self._tally = _Tally()
         self._optimizer_before: dict[str, Any] | None = None
         self._tokens_seen = 0
@@ -174,7 +176,8 @@ class TranslationTask(LightningModule):
         """Summed loss, summed nll, and number of target tokens of a batch."""
         labels = batch.target[:, 1:]
         real = labels != PAD
-        hidden = self.model(batch.source, batch.target[:, :-1])
+        # An end token is read by none: cutting off the last column spares only the longest sentence from it.
+        hidden = self.model(batch.source, batch.target[:, :-1].masked_fill(~real, PAD))
         labels = labels[real]
         logits = self.model.project(hidden[real])
         loss, nll = smoothed_cross_entropy(logits, labels, self.label_smoothing, self.z_loss)
@@ -210,7 +213,8 @@ class TranslationTask(LightningModule):
         """
         if self.trainer.fit_loop._should_accumulate():
             return
-        (tokens,) = self._over_ranks(torch.tensor([self._tally.close()], device=self.device)).tolist()
+        loss, tokens = self._over_ranks(self._tally.close(self.device)).tolist()
+        self.update_loss = loss / max(tokens, 1)
         if tokens == 0:
             self.zero_grad()
             return
@@ -429,8 +433,8 @@ class _Tally:
         """Loss and nll since the last log."""
         self.tokens = 0
         """Tokens since the last log."""
-        self.window = 0
-        """Tokens of the update."""
+        self.window: tuple[Tensor, int] = (torch.zeros((), dtype=torch.float64), 0)
+        """Loss and tokens of the update."""
         self.clock = time.monotonic()
 
     def add(self, loss: Tensor, nll: Tensor, tokens: int) -> None:
@@ -438,12 +442,12 @@ class _Tally:
         losses = torch.stack([loss.double(), nll.double()])
         self.losses = self.losses.to(losses.device) + losses
         self.tokens += tokens
-        self.window += tokens
+        self.window = self.window[0].to(losses.device) + losses[0], self.window[1] + tokens
 
-    def close(self) -> int:
-        """End the update; its number of tokens."""
-        window, self.window = self.window, 0
-        return window
+    def close(self, device: torch.device) -> Tensor:
+        """End the update; its loss and tokens `[2]`."""
+        (loss, tokens), self.window = self.window, (torch.zeros((), dtype=torch.float64), 0)
+        return torch.stack([loss.to(device), torch.tensor(tokens, dtype=torch.float64, device=device)])
 
     def since_log(self, device: torch.device) -> Tensor:
         """Loss, nll and tokens `[3]` since the last log."""
@@ -457,7 +461,8 @@ class _Tally:
 
     def restart(self) -> float:
         """Forget all batches; seconds since the last time."""
-        self.losses, self.tokens, self.window = torch.zeros_like(self.losses), 0, 0
+        self.losses, self.tokens = torch.zeros_like(self.losses), 0
+        self.window = (torch.zeros((), dtype=torch.float64), 0)
         before, self.clock = self.clock, time.monotonic()
         return self.clock - before
 

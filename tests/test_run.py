@@ -39,7 +39,8 @@ TRAINING = """
     --model.optimizer torch.optim.Adam --model.optimizer.lr 0.01 --model.clipping GlobalNorm
     --trainer.max_steps 60 --trainer.log_every_n_steps 10 --trainer.val_check_interval 30
     --trainer.check_val_every_n_epoch null --gradient_ratio.every 20 --gradient_ratio.activations true
-    --layer_similarity.every 30 --test_after_fit true --data.baselines true
+    --layer_similarity.every 30 --activation_scale.every 20 --update_ratio.every 20 --epsilon_audit.every 20
+    --attention_entropy.every 20 --spike_guard.every 20 --test_after_fit true --data.baselines true
 """
 
 
@@ -135,6 +136,7 @@ def test_a_score_comes_with_its_provenance(run: Path) -> None:
 # ---------------------------------------------------------------------- metrics
 
 STACKS, BOTH = ("encoder", "decoder"), ("layer_001", "layer_002")
+EVERY_LAYER = ("activation_rms", "update_ratio", "epsilon_audit", "attention_entropy", "attention_logit")
 METRICS = {
     *(f"train/{name}" for name in ("loss", "nll", "perplexity", "tokens", "tokens_per_second")),
     "lr",
@@ -153,6 +155,10 @@ METRICS = {
         for stack in STACKS
         for name in ("layer_001", "mean")
     ),
+    *(f"{kind}/{stack}/{layer}" for kind in EVERY_LAYER for stack in STACKS for layer in BOTH),
+    *(f"cross_attention_{what}/decoder/{layer}" for what in ("entropy", "logit") for layer in BOTH),
+    *(f"activation_rms/{stack}/slope" for stack in STACKS),
+    *(f"stability/{name}" for name in ("spikes", "spike_score/loss", "spike_score/gradient_norm", "diverged")),
     *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "nll", "bleu", "chrf")),
     "test/bleu_word_by_word",
     "test/bleu_nearest_neighbour",
@@ -170,6 +176,7 @@ def test_the_steps_are_updates_and_never_go_back(run: Path) -> None:
     of = {key: [row["step"] for row in rows(run) if key in row] for key in METRICS}
     assert of["train/loss"] == of["lr"] == list(range(9, 60, 10))
     assert of["gradient_ratio/decoder/first_to_last"] == of["gradient_norm/total"] == list(range(19, 60, 20))
+    assert of["update_ratio/encoder/layer_001"] == of["stability/spikes"] == list(range(19, 60, 20))
     assert of["layer_similarity/encoder/mean"] == list(range(29, 60, 30))
     assert of["val/bleu"] == of["val/nll"] == [29, 59]
     assert of["test/bleu"] == [60]
@@ -238,9 +245,10 @@ def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
             "similarity_matrix",
             "layer_similarity_centered",
             "similarity_matrix_centered",
+            *EVERY_LAYER,
         )
         for stack in STACKS
-    }
+    } | {f"cross_attention_{what}_decoder" for what in ("entropy", "logit")}
     assert {path.stem for path in (run / "figures").glob("*.png")} == pictures
     suffix = ".filenames"
     sent = {key.removesuffix(suffix): row[key] for row in logged for key in row if key.endswith(suffix)}

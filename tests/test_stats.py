@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,12 @@ def test_norms_whose_square_float32_cannot_hold(size: float):
 def test_norms_of_half_precision_gradients_are_summed_wide(dtype: torch.dtype):
     module = with_gradients(torch.full((10_000,), 3.0, dtype=dtype))
     assert stats.gradient_norms([module]).item() == pytest.approx(300.0)
+
+
+def test_total_norm_is_that_of_all_entries_together():
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [0.0]], dtype=torch.bfloat16), torch.tensor(12.0)]
+    assert stats.total_norm(gradients).item() == pytest.approx(13.0)
+    assert stats.total_norm([torch.tensor([1.0, math.nan])]).isnan()
 
 
 def test_ratio_to_the_last_layer():
@@ -190,3 +198,241 @@ def test_sums_add_over_parts_of_a_batch_of_any_size():
 def test_layers_of_different_shape_are_refused():
     with pytest.raises(ValueError, match=r"\(2, 3, 4\).*\(2, 3, 5\)"):
         stats.similarity_sums([torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)])
+
+
+# ---------------------------------------------------------------- updates
+
+
+def test_update_ratio_is_the_step_over_the_weights_before():
+    layer, frozen = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+    before = {layer.weight: torch.tensor([[3.0, 0.0]]), layer.bias: torch.tensor([4.0])}
+    layer.weight.data, layer.bias.data = torch.tensor([[3.0, 3e-3]]), torch.tensor([4.004])
+    ratios = stats.update_ratios([layer, frozen, nn.ModuleList([layer, frozen])], before)
+    assert ratios.tolist() == pytest.approx([1e-3, math.nan, 1e-3], rel=1e-3, nan_ok=True)
+
+
+def test_weights_that_were_zero_have_no_update_ratio():
+    layer = nn.Linear(2, 1)
+    assert stats.update_ratios([layer], {p: torch.zeros_like(p) for p in layer.parameters()}).isnan().all()
+    assert stats.update_ratios([nn.Identity()], {}).isnan().all()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam])
+def test_adam_health_is_bias_corrected(kind: type[torch.optim.Optimizer]):
+    """While the gradient stays the same, v / (1 - beta2^t) is its square, at every update."""
+    weight, gradient = nn.Parameter(torch.zeros(5)), torch.tensor([0.0, 1e-8, 3e-8, 2e-8, 1.0])
+    optimizer = kind([weight], eps=1e-8, betas=(0.9, 0.98))
+    assert stats.adam_health(optimizer).isnan()
+    for _ in range(3):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        assert stats.adam_health(optimizer).item() == pytest.approx(2.0, rel=1e-3)  # median of 1, 2, 3 and 1e8: lower
+
+
+def test_another_optimizer_has_no_adam_health():
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert stats.adam_health(optimizer).isnan()
+
+
+# ---------------------------------------------------------------- states
+
+
+def test_moments_add_and_leave_out_padding():
+    states, real = torch.randn(3, 7, 5) + 2, torch.rand(3, 7) < 0.6
+    states[~real] = math.nan
+    whole = stats.moments(states, real)
+    torch.testing.assert_close(stats.moments(states[:1], real[:1]) + stats.moments(states[1:], real[1:]), whole)
+    counted = states[real].double()
+    assert whole[0] == counted.numel()
+    assert stats.rms(whole).item() == pytest.approx(counted.square().mean().sqrt().item(), rel=1e-6)
+    assert stats.variance(whole).item() == pytest.approx(counted.var(correction=0).item(), rel=1e-6)
+    assert stats.rms(torch.zeros(3)).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [6e4, 1.0, 1e-7])
+def test_scales_of_any_format(dtype: torch.dtype, size: float):
+    states = torch.full((2, 3, 64), size, dtype=dtype)
+    assert stats.activation_rms(states).item() == pytest.approx(states.double().mean().item(), rel=1e-6)
+
+
+@given(st.floats(-2, 2), st.floats(-3, 3), st.integers(2, 40))
+def test_growth_slope_of_a_geometric_series(slope: float, start: float, layers: int):
+    number = torch.arange(1, layers + 1, dtype=torch.float64)
+    assert stats.growth_slope((start + slope * number).exp()).item() == pytest.approx(slope, abs=1e-9)
+
+
+def test_growth_slope_is_that_of_least_squares_and_leaves_out_what_has_no_logarithm():
+    logs = torch.randn(9, dtype=torch.float64)
+    design = torch.stack([torch.arange(9.0), torch.ones(9)], 1).double()
+    kept = torch.tensor([True] * 4 + [False] + [True] * 4)
+    expected = torch.linalg.lstsq(design[kept], logs[kept, None]).solution[0].item()
+    for missing in (0.0, math.nan, math.inf):
+        variances = torch.where(kept, logs.exp(), missing)
+        assert stats.growth_slope(variances).item() == pytest.approx(expected)
+    assert stats.growth_slope(torch.tensor([1.0, 0.0])).isnan()
+    assert stats.growth_slope(torch.tensor([])).isnan()
+
+
+def test_branch_share_of_independent_parts():
+    """Var(x + f) = Var x + Var f, so a branch of standard deviation 2 on a stream of 1 has written four fifths."""
+    x, f = torch.randn(2, 100, 50, 40)
+    assert stats.branch_share(2 * f, x + 2 * f).item() == pytest.approx(0.8, abs=0.01)
+    assert stats.branch_share(f, f).item() == pytest.approx(1.0)
+    real = torch.rand(100, 50) < 0.5
+    padded = torch.where(real[..., None], f, math.nan)
+    assert stats.branch_share(padded, 3 * padded, real).item() == pytest.approx(1 / 9)
+
+
+def test_epsilon_has_a_say_up_to_ten_times_its_size():
+    variances = torch.tensor([[0.0, 1e-5, 1e-4], [1.01e-4, 1.0, 0.0]])
+    assert stats.near_epsilon(variances, 1e-5).tolist() == [4, 6]
+    real = torch.tensor([[True, True, False], [True, False, False]])
+    assert stats.near_epsilon(variances, 1e-5, real).tolist() == [2, 3]
+
+
+@given(st.floats(0.0, math.pi), st.sampled_from([1e-20, 1.0, 1e20]))
+def test_angular_distance_of_known_angles(angle: float, size: float):
+    first = torch.tensor([[[size, 0.0]]], dtype=torch.float64)
+    second = torch.tensor([[[math.cos(angle), math.sin(angle)]]], dtype=torch.float64)
+    assert stats.angular_distance(first, second).item() == pytest.approx(angle / math.pi, abs=1e-12)
+
+
+def test_angular_distance_is_a_mean_over_positions_that_count():
+    first = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 0.0], [math.nan, 1.0]]])
+    second = torch.tensor([[[0.0, 2.0], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]])
+    real = torch.tensor([[True, True, True, False]])
+    assert stats.angular_distance(first, second, real).item() == pytest.approx(0.25)
+    assert stats.angular_distance(first, second, torch.zeros_like(real)).isnan()
+
+
+# ---------------------------------------------------------------- attention
+
+
+def test_equal_logits_have_the_entropy_of_looking_everywhere():
+    logits, mask = torch.zeros(2, 3, 4, 5), torch.ones(4, 5, dtype=torch.bool)
+    assert stats.attention_entropy(logits, mask).item() == pytest.approx(math.log(5))
+    assert stats.attention_entropy(logits, mask, normalized=True).item() == pytest.approx(1.0)
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**31), st.sampled_from([0.0, 1.0, 30.0, 1e4]))
+def test_entropy_is_that_of_the_keys_a_query_may_look_at(queries: int, keys: int, seed: int, size: float):
+    generator = torch.Generator().manual_seed(seed)
+    logits = size * torch.randn(2, queries, keys, generator=generator, dtype=torch.float64)
+    mask = torch.rand(queries, keys, generator=generator) < 0.6
+    rows = [head[query][mask[query]].softmax(-1) for head in logits for query in range(queries)]
+    entropies = [-(row * row.clamp(min=1e-300).log()).sum().item() for row in rows if len(row)]
+    shares = [
+        entropy / math.log(len(row))
+        for entropy, row in zip(entropies, [r for r in rows if len(r)], strict=True)
+        if len(row) > 1
+    ]
+    logits = torch.where(mask, logits, math.inf)
+    for expected, normalized in ((entropies, False), (shares, True)):
+        mean = sum(expected) / len(expected) if expected else math.nan
+        got = stats.attention_entropy(logits, mask, normalized).item()
+        assert got == pytest.approx(mean, abs=1e-4, nan_ok=True)
+
+
+def test_attention_sums_add():
+    logits, mask = torch.randn(4, 2, 5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
+    whole = stats.attention_sums(logits, mask)
+    torch.testing.assert_close(stats.attention_sums(logits[:1], mask) + stats.attention_sums(logits[1:], mask), whole)
+    assert whole[1] == 4 * 2 * 5
+    assert whole[3] == 4 * 2 * 4, "the first query sees one key, whose entropy is zero over zero"
+
+
+def test_the_largest_logit_is_one_that_is_seen():
+    logits = torch.tensor([[1.0, -7.0, 9.0], [2.0, 3.0, math.inf]])
+    mask = torch.tensor([True, True, False])
+    assert stats.largest_logit(logits, mask).item() == 7.0
+    assert stats.largest_logit(logits, torch.zeros(3, dtype=torch.bool)).isnan()
+
+
+# ---------------------------------------------------------------- the whole run
+
+
+def slow_spikes(values: list[float], window: int, fewest: int, deviations: float) -> list[bool]:
+    spikes = []
+    for i, value in enumerate(values):
+        before = [x for x in values[max(0, i - window) : i] if math.isfinite(x)]
+        if not math.isfinite(value):
+            spikes.append(True)
+        elif len(before) < fewest:
+            spikes.append(False)
+        else:
+            off = abs(value - statistics.fmean(before))
+            spikes.append(off > 0 and off >= deviations * statistics.pstdev(before))
+    return spikes
+
+
+@given(st.integers(0, 2**31), st.integers(1, 60), st.integers(2, 20), st.integers(1, 10))
+def test_spikes_are_those_of_a_plain_loop(seed: int, count: int, window: int, fewest: int):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(count, generator=generator, dtype=torch.float64)
+    values[torch.rand(count, generator=generator) < 0.1] *= 100
+    values[torch.rand(count, generator=generator) < 0.05] = math.nan
+    expected = slow_spikes(values.tolist(), window, fewest, 2.5)
+    assert (stats.rolling_deviations(values, window, fewest) >= 2.5).tolist() == expected
+    score = stats.spike_score(values, 2.5, window, fewest)
+    assert score.item() == pytest.approx(sum(expected) / count)
+
+
+def test_spike_score_of_a_known_curve():
+    values = torch.tensor([0.0, 1.0] * 5000)
+    values[[2500, 7500]] = 1e3
+    assert stats.spike_score(values).item() == pytest.approx(2 / 10_000)
+    assert stats.spike_score(torch.full((2000,), 0.1)).item() == 0.0
+    assert stats.spike_score(torch.tensor([])).isnan()
+
+
+class Scale(nn.Module):
+    """Multiply by a number; a tuple comes out where asked."""
+
+    def __init__(self, by: float, tuples: bool) -> None:
+        super().__init__()
+        self.by, self.tuples = by, tuples
+
+    def forward(self, x: Tensor) -> Any:
+        return (self.by * x, "logits") if self.tuples else self.by * x
+
+
+@pytest.mark.parametrize("tuples", [False, True])
+def test_a_layer_is_worth_what_the_loss_is_without_it(tuples: bool):
+    layers = [Scale(by, tuples) for by in (2.0, 1.0, 0.5)]
+
+    def loss() -> Tensor:
+        x = torch.tensor(8.0)
+        for layer in layers:
+            x = layer(x)[0] if tuples else layer(x)
+        return x
+
+    costs = stats.skip_costs(layers, loss)
+    assert costs.tolist() == [4 - 8, 0, 16 - 8]
+    assert stats.effective_depth(costs).item() == 1
+    assert stats.effective_depth(costs, -10.0).item() == 3
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+def test_a_layer_may_say_what_stands_in_its_place():
+    class Own(Scale):
+        def skip(self, inputs: tuple[Any, ...]) -> Any:
+            return -inputs[0]
+
+    layer = Own(3.0, False)
+    assert stats.skip_costs([layer], lambda: layer(torch.tensor(1.0))).tolist() == [-4.0]
+    with pytest.raises(RuntimeError, match="stop here"):
+        stats.skip_costs([layer], _stop_when_hooked(layer))
+    assert not layer._forward_hooks
+
+
+def _stop_when_hooked(layer: nn.Module) -> Any:
+    def loss() -> Tensor:
+        if layer._forward_hooks:
+            raise RuntimeError("stop here")
+        return layer(torch.tensor(1.0))
+
+    return loss

@@ -213,10 +213,8 @@ from stabilize import kernels
 from stabilize.strategies import AttentionStabilizer
 from torch import Tensor""",
         methods="""
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        return kernels.attend(query / self.temperature, key, value, mask, dropout), None
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        return kernels.logits(query, key) / self.temperature
 """,
     ),
     "warmup": Example(

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.callbacks.monitor import Monitor
 from stabilize.commands.narrator import Narrator
 from stabilize.findings import Diary
 
@@ -28,7 +28,7 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
         if key.startswith(SHOWN):
             table.add_row(key, f"{float(score):,.4g}")
     for callback in trainer.callbacks:
-        if isinstance(callback, LayerMonitor):
+        if isinstance(callback, Monitor):
             for key, value in sorted(callback.summary().items()):
                 table.add_row(key, f"{value:.3g}")
     parts: list[RenderableType] = [table]

@@ -27,7 +27,17 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 
 from stabilize import checkpoint, kernels, plugins
-from stabilize.callbacks import GradientRatio, LayerSimilarity, ProgressBar, ProgressLines
+from stabilize.callbacks import (
+    ActivationScale,
+    AttentionEntropy,
+    EpsilonAudit,
+    GradientRatio,
+    LayerSimilarity,
+    ProgressBar,
+    ProgressLines,
+    SpikeGuard,
+    UpdateRatio,
+)
 from stabilize.commands.card import card
 from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_named, mistake, one_line, options
 from stabilize.commands.narrator import Narrator
@@ -61,6 +71,17 @@ NOISE = (
 
 STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For every parser: an error is raised, and a flag is written out."""
+
+MONITORS = {
+    "gradient_ratio": GradientRatio,
+    "layer_similarity": LayerSimilarity,
+    "activation_scale": ActivationScale,
+    "update_ratio": UpdateRatio,
+    "epsilon_audit": EpsilonAudit,
+    "attention_entropy": AttentionEntropy,
+    "spike_guard": SpikeGuard,
+}
+"""The callbacks of every run, by their group of keys."""
 
 OPTIMIZER = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-9}}
 """The default of TranslationTask once more: jsonargparse reads a function's arguments only where they are constants."""
@@ -162,8 +183,8 @@ class Command(LightningCLI):
         parser.set_defaults({"checkpoint.save_last": True, "checkpoint.filename": "update_{step}"})
         parser.set_defaults({"checkpoint.auto_insert_metric_name": False})
         parser.set_defaults({"checkpoint.monitor": "val/nll"})
-        parser.add_lightning_class_args(GradientRatio, "gradient_ratio")
-        parser.add_lightning_class_args(LayerSimilarity, "layer_similarity")
+        for key, monitor in MONITORS.items():
+            parser.add_lightning_class_args(monitor, key)
 
     def _set_seed(self) -> None:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ class Attention(nn.Module):
         """`[batch, length, groups * width]` as `groups` tensors `[batch, heads, length, head width]`."""
         return x.unflatten(-1, (groups, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
+    def _mask(self, context: Context) -> Tensor:
+        return cast(Tensor, context.memory_mask) if self.crosses else context.mask
+
     def _query_key_value(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         cached = context.cache.entries.get(self.place) if context.cache is not None else None
         if self.crosses:
@@ -79,8 +82,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The branch's output `[batch, length, width]` and what is handed to the layer above."""
         query, key, value = self._query_key_value(x, context)
-        mask = context.memory_mask if self.crosses else context.mask
         dropout = self.dropout if self.training else 0.0
-        mixed, carried = self.stabilizer(query, key, value, mask, dropout, carried)
+        mixed, carried = self.stabilizer(query, key, value, self._mask(context), dropout, carried)
         mixed = self._slot("mixed", mixed, context.real)
         return self.output(mixed.transpose(1, 2).flatten(2)), carried
+
+    def observe_logits(self, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
+        """What diagnostics look at: the logits that these inputs give, before the mask, and where real queries may look
+        (broadcasts to the logits)."""
+        x, context, carried = inputs
+        query, key, _ = self._query_key_value(x, context)
+        return self.stabilizer.logits(query, key, carried), self._mask(context) & context.real[:, None, :, None]

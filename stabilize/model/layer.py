@@ -134,6 +134,15 @@ class Layer(nn.Module):
         """What diagnostics look at: the layer's output `[batch, length, width]`, and the mask of real tokens."""
         return self.link.observe(self.placement.observe(output[0])), inputs[2].real
 
+    def skip(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What stands in the place of the layer's output where it is left out."""
+        return inputs[:2]
+
+    @property
+    def roles(self) -> dict[str, nn.Module]:
+        """The branches by role."""
+        return {branch.role: branch for branch in cast(Iterable[Branch], self.branches)}
+
 
 @functools.cache
 def compiled_run() -> Callable[..., Any]:

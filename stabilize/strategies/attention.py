@@ -32,10 +32,16 @@ class AttentionStabilizer(Part):
         """`norm(site, width=None)` makes a norm."""
 
     @abstractmethod
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        """What the softmax is taken of, before the mask: `[batch, heads, length, source length]`. Diagnostics ask too.
+
+        Args as for `forward`.
+        """
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Mix the values.
+        """Mix the values; a method whose logits are those of other queries and keys has a faster way.
 
         Args:
             query: `[batch, heads, length, head width]`.
@@ -47,6 +53,7 @@ class AttentionStabilizer(Part):
         Returns:
             The mixture `[batch, heads, length, head width]`, and what to hand to the layer above, or none.
         """
+        return kernels.mix(self.logits(query, key, carried), value, mask, dropout), None
 
 
 class PlainAttention(AttentionStabilizer):
@@ -56,6 +63,9 @@ class PlainAttention(AttentionStabilizer):
 
     Paper: Vaswani et al. 2017, arXiv:1706.03762
     """
+
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        return kernels.logits(query, key)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
@@ -87,6 +97,9 @@ class QKNorm(AttentionStabilizer):
             self.query_norm, self.key_norm = (norm(site, width=site.head_width) for _ in range(2))
         else:
             self.query_norm, self.key_norm = (AcrossHeads(norm(site, width=site.width)) for _ in range(2))
+
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        return kernels.logits(self.query_norm(query), self.key_norm(key))
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
@@ -121,13 +134,20 @@ class RealFormer(AttentionStabilizer):
         if self.running_mean:
             self.register_buffer("share", torch.tensor(1 / site.layer), persistent=False)
 
+    def _logits_and_sum(self, query: Tensor, key: Tensor, carried: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = kernels.logits(query, key)
+        if carried is not None:
+            total = total + carried
+        return total * self.share if self.running_mean else total, total
+
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        return self._logits_and_sum(query, key, carried)[0]
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        logits = kernels.logits(query, key)
-        if carried is not None:
-            logits = logits + carried
-        return kernels.mix(logits * self.share if self.running_mean else logits, value, mask, dropout), logits
+        logits, total = self._logits_and_sum(query, key, carried)
+        return kernels.mix(logits, value, mask, dropout), total
 
 
 class SoftCap(AttentionStabilizer):
@@ -150,11 +170,8 @@ class SoftCap(AttentionStabilizer):
             raise UserError(f"model.stabilizer.attention.cap is {cap}; a number above zero, such as 50, would do")
         self.cap = cap
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        logits = self.cap * torch.tanh(kernels.logits(query, key) / self.cap)
-        return kernels.mix(logits, value, mask, dropout), None
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        return self.cap * torch.tanh(kernels.logits(query, key) / self.cap)
 
 
 class CosineAttention(AttentionStabilizer):
@@ -184,12 +201,18 @@ class CosineAttention(AttentionStabilizer):
         if self.learned:
             self.scale = nn.Parameter(torch.tensor(self.scale))
 
+    def _directions(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys whose scaled dot products are the logits."""
+        stretched = self.scale * query.size(-1) ** 0.5 * F.normalize(query.float(), dim=-1)
+        return stretched.to(query.dtype), F.normalize(key.float(), dim=-1).to(key.dtype)
+
+    def logits(self, query: Tensor, key: Tensor, carried: Tensor | None) -> Tensor:
+        return kernels.logits(*self._directions(query, key))
+
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        stretched = self.scale * query.size(-1) ** 0.5 * F.normalize(query.float(), dim=-1)
-        key_direction = F.normalize(key.float(), dim=-1)
-        return kernels.attend(stretched.to(query.dtype), key_direction.to(key.dtype), value, mask, dropout), None
+        return kernels.attend(*self._directions(query, key), value, mask, dropout), None
 
 
 class ValueResidual(PlainAttention):

@@ -52,6 +52,15 @@ class Norm(Part):
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """`x` normalised over its last dimension, in its own dtype."""
 
+    def guarded(self, x: Tensor) -> Tensor | None:
+        """The number that epsilon keeps away from zero, one a position, or none; diagnostics compare the two."""
+        return None
+
+
+def _variance(x: Tensor) -> Tensor:
+    """Of each position, in float32."""
+    return (x.float() - x.float().mean(-1, keepdim=True)).square().mean(-1)
+
 
 def refuse_without_mask(part: Strategy, norm: Norm) -> list[str]:
     """Why `part`, which calls its norms without a mask, cannot be combined with `norm`; nothing where it can."""
@@ -81,6 +90,9 @@ class LayerNorm(Norm):
         x32, epsilon = self.with_epsilon(x)
         return F.layer_norm(x32, (self.width,), self.gain.float(), self.bias.float(), epsilon).to(x.dtype)
 
+    def guarded(self, x: Tensor) -> Tensor:
+        return _variance(x)
+
 
 class RMSNorm(Norm):
     """Scale each position by its root mean square; no centring, no bias.
@@ -97,6 +109,9 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         x32, epsilon = self.with_epsilon(x)
         return F.rms_norm(x32, (self.width,), self.gain.float(), epsilon).to(x.dtype)
+
+    def guarded(self, x: Tensor) -> Tensor:
+        return x.float().square().mean(-1)
 
 
 class ScaleNorm(Norm):
@@ -115,6 +130,9 @@ class ScaleNorm(Norm):
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).clamp(min=self.epsilon)
         return (self.gain * x.float() / length).to(x.dtype)
+
+    def guarded(self, x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x.float(), dim=-1)
 
 
 class AdaNorm(Norm):
@@ -141,6 +159,9 @@ class AdaNorm(Norm):
         y = (x.float() - mean) / (deviation + self.epsilon)
         return (self.scale * (1 - self.k * y.detach()) * y).to(x.dtype)
 
+    def guarded(self, x: Tensor) -> Tensor:
+        return x.float().std(-1)
+
 
 class AdaptiveLayerNorm(Norm):
     """LayerNorm whose gain and bias are computed from the position that it norms.
@@ -162,6 +183,9 @@ class AdaptiveLayerNorm(Norm):
         n = F.layer_norm(x32, (self.width,), eps=epsilon)
         s, b = F.linear(F.silu(n), self.weight.float(), self.bias.float()).chunk(2, dim=-1)
         return (n + s * n + b).to(x.dtype)
+
+    def guarded(self, x: Tensor) -> Tensor:
+        return _variance(x)
 
 
 class DynamicTanh(Norm):

@@ -1,18 +1,32 @@
-"""RMSNorm, post-norm layers and capped logits, against T5, BART and Gemma 2 of transformers."""
+"""RMSNorm, post-norm layers and capped logits, against T5, BART and Gemma 2 of transformers; monitors on BART."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, Gemma2Config
+from transformers import BartConfig, BartForConditionalGeneration, Gemma2Config
 from transformers.models.bart.modeling_bart import BartDecoderLayer, BartEncoderLayer
 from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
+from stabilize.callbacks import (
+    ActivationScale,
+    AttentionEntropy,
+    EpsilonAudit,
+    GradientRatio,
+    LayerSimilarity,
+    SpikeGuard,
+    UpdateRatio,
+)
 from stabilize.model import Layer, Sizes
 from stabilize.model.layer import Context
 from stabilize.strategies import PostNorm, RMSNorm, SoftCap, Stabilizer
+from tests.callbacks.tiny import hooks, loader, trainer
 from tests.interop.weights import HEADS, HIDDEN, WIDTH, give, give_attention, ours, without
 from tests.models import PAD, assert_equal, disturb, sentences
 
@@ -106,3 +120,57 @@ def test_capped_logits_equal_gemmas(cap: float) -> None:
     found, _ = attention(x, Context(torch.ones(3, 6, dtype=torch.bool), mask), None)
     expected, _ = theirs(x, position_embeddings=unturned, attention_mask=added(mask).expand(3, 1, 6, 6))
     assert_equal(found, expected, 1e-5)
+
+
+class Bart(pl.LightningModule):
+    """A small BART with eager attention, as anybody would train it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = BartForConditionalGeneration(
+            BartConfig(
+                vocab_size=30,
+                d_model=WIDTH,
+                encoder_layers=2,
+                decoder_layers=3,
+                encoder_attention_heads=HEADS,
+                decoder_attention_heads=HEADS,
+                encoder_ffn_dim=HIDDEN,
+                decoder_ffn_dim=HIDDEN,
+                attn_implementation="eager",
+                use_cache=False,
+                dropout=0.0,
+                attention_dropout=0.0,
+            )
+        )
+
+    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("always:AttentionEntropy")
+def test_monitors_watch_bart(tmp_path: Path) -> None:
+    layers = {stack: f"model.model.{stack}.layers.*" for stack in ("encoder", "decoder")}
+    kinds = (LayerSimilarity, ActivationScale, UpdateRatio, EpsilonAudit, AttentionEntropy)
+    monitors: list[Any] = [kind(every=1, layers=layers, figures=False) for kind in kinds]
+    monitors += [
+        GradientRatio(every=1, activations=True, roles=True, layers=layers, figures=False),
+        SpikeGuard(every=1),
+    ]
+    task, tokens = Bart(), torch.randint(5, 30, (3, 6))
+    with pytest.warns(UserWarning, match="the layers of encoder do not show their attention logits"):
+        trainer(tmp_path, *monitors, max_steps=1).fit(task, loader([tokens]))
+    got = {key: value for monitor in monitors for key, value in monitor.latest.items()}
+    for stack, depth in (("encoder", 2), ("decoder", 3)):
+        for kind in ("activation_rms", "update_ratio", "epsilon_audit", "gradient_norm_self_attention"):
+            assert {f"{kind}/{stack}/layer_{number:03d}" for number in range(1, depth + 1)} <= set(got)
+        for kind in ("gradient_ratio", "activation_gradient_ratio", "gradient_ratio_feed_forward"):
+            assert got[f"{kind}/{stack}/first_to_last"] > 0
+        assert got[f"activation_rms/{stack}/layer_001"] == pytest.approx(1.0, rel=1e-3), "BART is post-norm"
+        assert f"layer_similarity/{stack}/mean" in got
+    assert "gradient_norm_cross_attention/decoder/layer_001" in got
+    assert not [key for key in got if "entropy" in key]
+    assert hooks(task) == 0

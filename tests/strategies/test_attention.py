@@ -11,7 +11,15 @@ from stabilize.model import Context, EncoderDecoder, Layer, Sizes
 from stabilize.model.attention import Attention
 from stabilize.model.projection import Projection
 from stabilize.strategies import AttentionStabilizer, Part, Stabilizer
-from stabilize.strategies.attention import CosineAttention, SigmaReparam, SoftCap, ValueResidual
+from stabilize.strategies.attention import (
+    CosineAttention,
+    PlainAttention,
+    QKNorm,
+    RealFormer,
+    SigmaReparam,
+    SoftCap,
+    ValueResidual,
+)
 from tests.models import assert_equal, disturb, model_of
 from tests.strategies.wiring import HEADS, HIDDEN, LENGTH, WIDTH, attended, context, heads_of, joined, layer_norm, split
 
@@ -232,3 +240,36 @@ def test_sigma_reparam_moves_only_after_an_update() -> None:
     source, target = torch.randint(4, 20, (2, 5)), torch.randint(4, 20, (2, 6))
     assert model(source, target).equal(model(source, target))
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+KINDS = [
+    PlainAttention(),
+    QKNorm("head"),
+    QKNorm("projection"),
+    RealFormer(),
+    RealFormer(running_mean=True),
+    SoftCap(5.0),
+    CosineAttention(),
+    ValueResidual(),
+    SigmaReparam(),
+]
+
+
+@PLACES
+@pytest.mark.parametrize("chosen", KINDS, ids=lambda chosen: type(chosen).__name__)
+def test_the_logits_that_diagnostics_see_are_those_of_the_softmax(
+    place: tuple[str, int], chosen: AttentionStabilizer
+) -> None:
+    """With the unit matrix for values, the mixture is the weights themselves."""
+    attention, seen, _, x = at_place(chosen, place)
+    query, key, _ = attention._query_key_value(x, seen)
+    rows = key.size(2)
+    identity = torch.eye(rows).expand(*key.shape[:2], rows, rows)
+    carried = torch.randn(*query.shape[:3], rows) if isinstance(chosen, RealFormer) else None
+    mask = seen.memory_mask if place[1] else seen.mask
+    weights, _ = attention.stabilizer(query, key, identity, mask, 0.0, carried)
+    logits, looked_at = attention.observe_logits((x, seen, carried))
+    expected = logits.masked_fill(~mask, -torch.inf).softmax(-1)
+    real = seen.real[:, None, :, None].expand_as(expected)
+    assert_equal(weights[real], expected[real], 1e-5)
+    assert looked_at.expand_as(logits)[~real].logical_not().all()

@@ -1,0 +1,91 @@
+"""How evenly attention looks, and how large its logits are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from stabilize import stats
+from stabilize.callbacks.figures import scale_map, share_map
+from stabilize.callbacks.history import History
+from stabilize.callbacks.place_monitor import PlaceMonitor
+
+
+class AttentionEntropy(PlaceMonitor):
+    """Log how evenly attention looks: one is at everything alike, zero at one token; a sharp fall is its collapse.
+
+    | key                                             | what                                                           |
+    |-------------------------------------------------|----------------------------------------------------------------|
+    | `attention_entropy/{stack}/layer_001` ...       | entropy of self-attention over the largest that is possible,   |
+    |                                                 | the logarithm of the tokens that a query may look at           |
+    | `attention_logit/{stack}/layer_001` ...         | size of its largest logit; weights are one-hot from tens on    |
+    | `cross_attention_entropy/{stack}/layer_001` ... | the same of cross-attention                                    |
+    | `cross_attention_logit/{stack}/layer_001` ...   | the same of cross-attention                                    |
+
+    Means over heads and real queries of the update, largest logits over all of it. Logits are those that the softmax
+    gets, whatever the stabiliser has made of them, computed once more at the updates that are recorded; compiled layers
+    run uncompiled then. An attention module says what they are in `observe_logits(inputs)`; of layers that have none,
+    such as torch's and Hugging Face's, nothing is known, which is said when `fit` starts. Above 24 layers a stack has
+    at most 25 keys of a kind; the pictures show all layers.
+
+    Args:
+        every: updates between two records; 0 switches the callback off.
+        layers: stack name -> pattern over module names; none: the encoder and decoder of `TranslationTask`.
+        figures: draw one picture of each kind and stack, layer by update.
+
+    Raises:
+        UserError: if `every` is negative, or a pattern matches no module.
+    """
+
+    numbers = 5
+    inside = True
+
+    def __init__(self, every: int = 0, layers: dict[str, str] | None = None, figures: bool = True) -> None:
+        super().__init__(every, layers, figures)
+
+    def find_places(self, layer: nn.Module) -> list[nn.Module]:
+        return [part for part in layer.modules() if hasattr(part, "observe_logits")]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        for stack in self.stacks.keys() - {stack for stack, _ in self.places.values()}:
+            rank_zero_warn(
+                f"AttentionEntropy: the layers of {stack} do not show their attention logits (no part of them has "
+                "observe_logits, as those of TranslationTask have); nothing is logged for it"
+            )
+
+    def measure(self, place: Any, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        logits, mask = place.observe_logits(inputs)
+        largest = stats.largest_logit(logits, mask).nan_to_num(nan=0.0, posinf=math.inf)
+        return torch.cat([stats.attention_sums(logits, mask), largest[None]])
+
+    def add(self, total: Tensor, new: Tensor) -> Tensor:
+        return torch.cat([total[:, :4] + new[:, :4], torch.maximum(total[:, 4:], new[:, 4:])], dim=1)
+
+    def over_ranks(self, trainer: pl.Trainer, total: Tensor) -> Tensor:
+        sums = trainer.strategy.reduce(total[:, :4].contiguous(), reduce_op="sum")
+        largest = trainer.strategy.reduce(total[:, 4:].contiguous(), reduce_op="max")
+        return torch.cat([sums, largest], dim=1)
+
+    def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
+        metrics: dict[str, float] = {}
+        for stack, layers in self.stacks.items():
+            for role in ("attention", "cross_attention"):
+                entropies, logits = [math.nan] * len(layers), [math.nan] * len(layers)
+                for place, (its_stack, number) in self.places.items():
+                    if (its_stack, "cross_attention" if place.crosses else "attention") == (stack, role):
+                        _, rows, share, rows_of_two, largest = sums[place].tolist()
+                        entropies[number] = share / rows_of_two if rows_of_two else math.nan
+                        logits[number] = largest if rows and math.isfinite(share) else math.nan
+                metrics |= self.log_row(trainer, f"{role}_entropy", stack, entropies)
+                metrics |= self.log_row(trainer, f"{role}_logit", stack, logits)
+        self.send(trainer, metrics)
+
+    def picture(self, kind: str, history: History, title: str) -> Figure:
+        return share_map(history, title) if kind.endswith("entropy") else scale_map(history, title)

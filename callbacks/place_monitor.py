@@ -1,0 +1,88 @@
+"""What the callbacks share whose sums belong to one place each: a layer, or a module inside a layer."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from stabilize import stats
+from stabilize.callbacks import uncompiled
+from stabilize.callbacks.forward_monitor import ForwardMonitor
+
+
+class PlaceMonitor(ForwardMonitor):
+    """Base of the callbacks that gather sums at each place of the training forward.
+
+    A place that runs several times in a forward counts with its last run.
+    """
+
+    numbers: ClassVar[int]
+    """How many sums a place has."""
+    inside: ClassVar[bool] = False
+    """True where places lie inside layers: compiled layers then run uncompiled at the updates that are recorded."""
+
+    def __init__(self, every: int, layers: dict[str, str] | None, figures: bool) -> None:
+        super().__init__(every, layers, figures)
+        self.places: dict[nn.Module, tuple[str, int]] = {}
+        """Each place's stack, and the number of its layer from 0."""
+        self._seen: dict[nn.Module, Tensor] = {}
+
+    @abstractmethod
+    def measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+        """Return the sums `[numbers]` of one call of a place."""
+
+    @abstractmethod
+    def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
+        """Send what the places' sums `[numbers]` amount to."""
+
+    def find_places(self, layer: nn.Module) -> list[nn.Module]:
+        """Return what is watched in a layer."""
+        return [layer]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_fit_start(trainer, pl_module)
+        self.places = {
+            place: (stack, number)
+            for stack, layers in self.stacks.items()
+            for number, layer in enumerate(layers)
+            for place in self.find_places(layer)
+        }
+
+    def look(self) -> None:
+        if self.inside and self.places:
+            uncompiled.begin(self)
+        self.watch(self._measure, self.places)
+
+    def gather(self, device: torch.device) -> Tensor:
+        for stack in {stack for stack, _ in self.places.values()} - {self.places[place][0] for place in self._seen}:
+            self.warn_unseen(stack)
+        nothing = torch.zeros(self.numbers, device=device, dtype=stats.wide_dtype(device))
+        return torch.stack([self._seen.get(place, nothing) for place in self.places] or [nothing])
+
+    def report(self, trainer: pl.Trainer, sums: Tensor) -> None:
+        self.report_places(trainer, dict(zip(self.places, sums, strict=False)))
+
+    def unwatch(self) -> None:
+        super().unwatch()
+        self._seen = {}
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        uncompiled.end(self)  # not before: activation checkpointing has to compute again what it did in the forward
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        super().on_train_batch_end(trainer, *arguments)
+        uncompiled.end(self)
+
+    def forget(self) -> None:
+        super().forget()
+        uncompiled.end(self)
+        self.places = {}
+
+    def _measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if place.training and place in self.places:  # a copy of the model has copies of the hooks
+            with torch.no_grad():
+                self._seen[place] = self.measure(place, inputs, output)

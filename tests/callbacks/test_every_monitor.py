@@ -1,0 +1,189 @@
+"""What all monitors promise: nothing left behind, one transfer, a history that survives, any model."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stabilize.callbacks import ActivationScale, AttentionEntropy, EpsilonAudit, GradientRatio, UpdateRatio
+from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.errors import UserError
+from tests.callbacks.monitors import MONITORS, batch, stance, watched_task
+from tests.callbacks.test_layer_similarity import LiveTensors
+from tests.callbacks.tiny import TinyTask, batches, hooks, loader, records, trainer
+from tests.tasks import fit, small_trainer
+
+
+@pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_leaves_no_hook_and_nothing_held(tmp_path: Path, exception: type[BaseException]) -> None:
+    task, monitors = watched_task(), [make() for make in MONITORS.values()]
+    loss = task.loss
+
+    def breaks(given: Any) -> Any:
+        found = loss(given)
+        if task.global_step == 2:
+            assert hooks(task) > 0
+            assert stance() == "force_eager"
+            raise exception("stop here")
+        return found
+
+    task.loss = breaks
+    with pytest.raises(SystemExit if exception is KeyboardInterrupt else exception):
+        fit(small_trainer(tmp_path, *monitors, max_steps=5), task, [batch()] * 5)
+    assert hooks(task) == 0
+    assert stance() == "default"
+    for monitor in monitors:
+        kept = [thing for thing in vars(monitor).values() if thing and not isinstance(thing, int | float | str)]
+        assert not [thing for thing in kept if isinstance(thing, Tensor | nn.Module)]
+        assert not isinstance(monitor, LayerMonitor) or not monitor.stacks
+
+
+def test_live_tensors_stay_the_same(tmp_path: Path) -> None:
+    task, counter = watched_task(), LiveTensors()
+    monitors = [make(2) for make in MONITORS.values()]
+    fit(small_trainer(tmp_path, *monitors, counter, max_steps=40, logger=False), task, [batch()] * 40)
+    assert len(set(counter.counts[11::2])) == 1
+    assert len(set(counter.counts[12::2])) == 1
+    assert hooks(task) == 0
+
+
+@pytest.mark.parametrize("name", MONITORS)
+def test_one_transfer_to_the_host_and_only_when_due(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    to_host = Tensor.cpu
+
+    def counted(self: Tensor) -> Tensor:
+        moved.append(sys._getframe(1).f_code.co_filename)
+        return to_host(self)
+
+    monkeypatch.setattr(Tensor, "cpu", counted)
+    fit(small_trainer(tmp_path, MONITORS[name](2), max_steps=4, logger=False), watched_task(), [batch()] * 4)
+    assert sum("callbacks" in Path(file).parts for file in moved) == 2
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.parametrize("name", MONITORS)
+def test_what_was_seen_survives_a_checkpoint(tmp_path: Path, name: str) -> None:
+    whole, first, second = (MONITORS[name](2) for _ in range(3))
+    fit(small_trainer(tmp_path / "whole", whole, max_steps=5), watched_task(), [batch()] * 5)
+    made = small_trainer(tmp_path / "first", first, max_steps=3)
+    fit(made, watched_task(), [batch()] * 3)
+    made.save_checkpoint(tmp_path / "half.ckpt")
+    torch.load(tmp_path / "half.ckpt", weights_only=True)
+    made = small_trainer(tmp_path / "second", second, max_steps=5)
+    fit(made, watched_task(), [batch()] * 5, ckpt_path=tmp_path / "half.ckpt")
+    assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("name", MONITORS)
+def test_wrong_settings_are_named(name: str) -> None:
+    with pytest.raises(UserError, match="every: -1"):
+        MONITORS[name](-1)
+
+
+def warned(kind: type, act: Callable[[], None]) -> list[str]:
+    """What a callback warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(one.message) for one in caught if str(one.message).startswith(kind.__name__)]
+
+
+# ---------------------------------------------------------------- other people's models
+
+WIDTH = 8
+STACKS = {"encoder": "model.encoder.layers.*", "decoder": "model.decoder.layers.*"}
+
+
+class Translator(pl.LightningModule):
+    """torch's own Transformer, pre-norm, whose layers know nothing of masks or of us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
+        self.model = nn.Transformer(WIDTH, 2, 2, 3, 16, **options)
+
+    def training_step(self, given: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(*given).cumsum(-1).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")
+def test_torchs_transformer(tmp_path: Path) -> None:
+    task, given = Translator(), (torch.randn(2, 5, WIDTH), torch.randn(2, 4, WIDTH))
+    before = {p: p.detach().clone() for p in task.parameters()}
+    seen: dict[str, list[Tensor]] = {"encoder": [], "decoder": []}
+    handles = [
+        layer.register_forward_hook(lambda layer, inputs, output, stack=stack: seen[stack].append(output.detach()))
+        for stack in seen
+        for layer in getattr(task.model, stack).layers
+    ]
+    task.training_step(given, 0)
+    for handle in handles:
+        handle.remove()
+    kinds = (ActivationScale, UpdateRatio, EpsilonAudit)
+    monitors: list[Any] = [kind(every=1, layers=STACKS, figures=False) for kind in kinds]
+    monitors.append(GradientRatio(every=1, layers=STACKS, roles=True, figures=False))
+    trainer(tmp_path, *monitors, max_steps=1).fit(task, loader([given]))
+    got = {key: value for monitor in monitors for key, value in monitor.latest.items()}
+    for stack, states in seen.items():
+        layers = getattr(task.model, stack).layers
+        for i, (layer, state) in enumerate(zip(layers, states, strict=True)):
+            key = f"{stack}/layer_{i + 1:03d}"
+            assert got[f"activation_rms/{key}"] == pytest.approx(state.square().mean().sqrt().item(), rel=1e-5)
+            step = torch.cat([(p.detach() - before[p]).flatten() for p in layer.parameters()]).norm()
+            weights = torch.cat([before[p].flatten() for p in layer.parameters()]).norm()
+            assert got[f"update_ratio/{key}"] == pytest.approx((step / weights).item(), rel=1e-4)
+            assert got[f"epsilon_audit/{key}"] == 0.0
+            own = torch.cat([p.grad.flatten() for p in layer.self_attn.parameters()]).norm().item()
+            assert got[f"gradient_norm_self_attention/{key}"] == pytest.approx(own, rel=1e-5)
+            both = [*layer.linear1.parameters(), *layer.linear2.parameters()]
+            forward = torch.cat([p.grad.flatten() for p in both]).norm().item()
+            assert got[f"gradient_norm_feed_forward/{key}"] == pytest.approx(forward, rel=1e-5)
+            assert (f"gradient_norm_cross_attention/{key}" in got) == (stack == "decoder")
+    assert hooks(task) == 0
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")
+def test_what_attention_of_others_hides_is_said_in_a_sentence(tmp_path: Path) -> None:
+    monitor = AttentionEntropy(every=1, layers={"encoder": STACKS["encoder"]}, figures=False)
+    given = torch.randn(2, 5, WIDTH), torch.randn(2, 4, WIDTH)
+    (said,) = warned(
+        AttentionEntropy, lambda: trainer(tmp_path, monitor, max_steps=1).fit(Translator(), loader([given]))
+    )
+    assert "the layers of encoder do not show their attention logits" in said
+    assert not monitor.latest
+
+
+def test_layers_without_parts_have_no_roles(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="roles: true, but nothing says what the parts of Block are"):
+        trainer(tmp_path, GradientRatio(roles=True), max_steps=1).fit(TinyTask(), loader(batches(1)))
+
+
+def test_layers_without_norms_are_said_aloud(tmp_path: Path) -> None:
+    made = trainer(tmp_path, EpsilonAudit(every=1), max_steps=1)
+    said = warned(EpsilonAudit, lambda: made.fit(TinyTask(), loader(batches(1))))
+    assert len(said) == 2
+    assert all("have no norm that it knows" in sentence for sentence in said)
+
+
+@pytest.mark.parametrize("depth", [24, 25, 100])
+def test_number_of_keys_is_bounded(tmp_path: Path, depth: int) -> None:
+    monitors = [ActivationScale(every=1, figures=False), UpdateRatio(every=1, figures=False)]
+    trainer(tmp_path, *monitors, max_steps=1).fit(TinyTask(encoder_layers=depth), loader(batches(1)))
+    for kind in ("activation_rms", "update_ratio"):
+        rows = records(tmp_path, f"{kind}/encoder/layer_")
+        assert len(rows[0]) - 1 <= 25
+        assert {f"{kind}/encoder/layer_001", f"{kind}/encoder/layer_{depth:03d}"} <= set(rows[0])
+    assert math.isfinite(monitors[0].summary()["activation_rms/encoder/slope"])
