@@ -54,7 +54,7 @@ class Prober(Trainer):
         Args:
             strategies: what to lay over the config, each by itself: names of configs/strategies, or paths.
             depths: numbers of layers, of the encoder and the decoder alike, in place of the config's.
-            tokens: no batch is larger, padding included.
+            tokens: no batch is larger, padding included, unless a single sentence is.
             out: folder for probe.json and the figures; none: a new one in probes/.
             ckpt_path: a checkpoint that the config must fit; its weights are not looked at.
             weights_only: here so that a config of `fit` does; nothing else is ever read.

@@ -183,20 +183,22 @@ def _range(values: Sequence[float]) -> str:
 
 # ---------------------------------------------------------------------- in files
 
+PICTURES: dict[str, tuple[Callable[[Profile], list[float]], str, str]] = {
+    "gradient": (_relative, "gradient norm over the last layer's", "log"),
+    "activation_rms": (lambda profile: profile.activation_rms, "activation RMS", "log"),
+    "similarity": (lambda profile: profile.similarity, "cosine with the next layer", "linear"),
+}
+"""By file name: what is drawn of a profile, what it is called, and the scale."""
+
 
 def write(folder: Path, found: Sequence[Probed], about: Mapping[str, Any]) -> list[str]:
     """Write probe.json and the figures into `folder`; the files' names."""
     text = json.dumps(as_json(found, about), indent=1, allow_nan=False)
     (folder / "probe.json").write_text(text + "\n", encoding="utf-8")
     seen = [probed for probed in found if probed.profiles]
-    pictures = {
-        "gradient": lines(seen, _relative, "gradient norm over the last layer's", "log"),
-        "activation_rms": lines(seen, lambda profile: profile.activation_rms, "activation RMS", "log"),
-        "similarity": lines(seen, lambda profile: profile.similarity, "cosine with the next layer", "linear"),
-    }
-    for name, figure in pictures.items() if seen else ():
-        figure.savefig(folder / f"{name}.png", dpi=120)
-    return ["probe.json", *(f"{name}.png" for name in pictures if seen)]
+    for name, (values, label, scale) in PICTURES.items() if seen else ():
+        lines(seen, values, label, scale).savefig(folder / f"{name}.png", dpi=120)
+    return ["probe.json", *(f"{name}.png" for name in PICTURES if seen)]
 
 
 def as_json(found: Sequence[Probed], about: Mapping[str, Any]) -> dict[str, Any]:
