@@ -101,7 +101,7 @@ def profile(stacks: Mapping[str, Sequence[nn.Module]], loss: Callable[[], Tensor
     def watch(layer: nn.Module, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         with torch.no_grad():
             states[layer] = layer.observe(inputs, output)  # type: ignore[operator]
-        for tensor in tree_leaves(output[0]):
+        for tensor in (leaf for leaf in tree_leaves(output[0]) if leaf.requires_grad):
             tensor.register_hook(lambda gradient: squares[layer].append(stats.squared_norm(gradient)))
 
     handles = [layer.register_forward_hook(watch) for layer in layers]

@@ -161,10 +161,12 @@ def paths_of(strategies: Sequence[str]) -> dict[str, Path]:
     menu = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.yaml"))}
     if not strategies:
         raise UserError("strategies is empty; --strategies post_ln pre_ln would do")
-    return {
-        Path(name).stem: Path(name) if name.endswith((".yaml", ".yml")) else menu[known(name, menu, "strategy config")]
+    found = {
+        name: Path(name) if name.endswith((".yaml", ".yml")) else menu[known(name, menu, "strategy config")]
         for name in strategies
     }
+    stems = [path.stem for path in found.values()]
+    return {path.stem if stems.count(path.stem) == 1 else name: path for name, path in found.items()}
 
 
 def gathered(words: Sequence[str]) -> list[str]:

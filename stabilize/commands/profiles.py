@@ -244,25 +244,22 @@ def _finite(value: Any) -> Any:
 
 
 def lines(found: Sequence[Probed], values: Callable[[Profile], list[float]], label: str, scale: str) -> Figure:
-    """A panel for each stack and depth, a line for each strategy, layer by layer."""
-    panels = [list(dict.fromkeys(probed.depths[stack] for probed in found)) for stack in found[0].depths]
+    """A panel for each stack and size, a line for each strategy, layer by layer."""
+    sizes = list(dict.fromkeys(probed.layers for probed in found))
     strategies = list(dict.fromkeys(probed.strategy for probed in found))
-    columns = max(map(len, panels))
-    figure = Figure(figsize=(2.6 * columns + 2.4, 5.6), layout="constrained")
-    axes = figure.subplots(len(panels), columns, squeeze=False, sharey="row")
-    for row, (stack, depths) in enumerate(zip(found[0].depths, panels, strict=True)):
-        for panel, depth in zip(axes[row], depths, strict=False):
-            for probed in found:
-                if probed.depths[stack] == depth:
-                    number = strategies.index(probed.strategy)
-                    style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
-                    drawn = values(probed.profiles[stack])
-                    panel.plot(
-                        range(1, len(drawn) + 1), drawn, label=probed.strategy, marker=".", markersize=3, **style
-                    )
-            panel.set(yscale=scale, title=f"{stack}, {depth} layers", xlabel="layer")
+    figure = Figure(figsize=(2.6 * len(sizes) + 2.4, 5.6), layout="constrained")
+    axes = figure.subplots(len(found[0].depths), len(sizes), squeeze=False, sharey="row")
+    drawn = {}
+    for probed in found:
+        number = strategies.index(probed.strategy)
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4]}
+        for row, (stack, profile) in enumerate(probed.profiles.items()):
+            panel, points = axes[row, sizes.index(probed.layers)], values(profile)
+            (line,) = panel.plot(range(1, len(points) + 1), points, marker=".", markersize=3, **style)
+            drawn[probed.strategy] = line
+            panel.set(yscale=scale, title=f"{stack}, {profile.layers} layers", xlabel="layer")
             panel.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
             panel.grid(alpha=0.3)
-        axes[row, 0].set_ylabel(label)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper")
+            axes[row, 0].set_ylabel(label)
+    figure.legend(list(drawn.values()), list(drawn), loc="outside right upper")
     return figure

@@ -152,10 +152,12 @@ def test_the_numbers_are_those_of_a_first_update(strategy: str, here: Path, monk
 
 def test_what_cannot_be_built_is_a_row_and_the_rest_is_measured(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     norm = ["--model.stabilizer.norm", "MaskedBatchNorm"]
-    refused, measured = probed("--strategies", "qk_norm", "pre_ln", *norm)["probes"]
+    refused, measured, gated = probed("--strategies", "qk_norm", "pre_ln", "rezero", *norm)["probes"]
     assert refused["refused"].startswith("QKNorm cannot be combined with MaskedBatchNorm")
     assert refused["stacks"] == {}
     assert measured["stacks"]["decoder"]["verdict"] == "healthy"
+    assert gated["stacks"]["encoder"]["verdict"] == "no gradient"
+    assert gated["stacks"]["encoder"]["first_to_last"] is None
     said = capsys.readouterr().out
     assert len(re.findall(r"^qk_norm +\d +refused", said, re.MULTILINE)) == 2
     assert "qk_norm: 2+3 layers refused: QKNorm cannot be combined with" in said
@@ -165,6 +167,10 @@ def test_what_cannot_be_built_is_a_row_and_the_rest_is_measured(here: Path, caps
 
 def test_a_strategy_is_found_by_path_and_settings_come_in_yaml(here: Path) -> None:
     (here / "mine.yml").write_text("model: {stabilizer: {placement: SandwichNorm}}\n")
+    (here / "pre_ln.yaml").write_text("model: {stabilizer: {placement: PeriNorm}}\n")
+    alike = probed("--strategies", "pre_ln.yaml", "pre_ln")["probes"]
+    assert [probe["strategy"] for probe in alike] == ["pre_ln.yaml", "pre_ln"]
+    assert alike[0]["stacks"] != alike[1]["stacks"]
     (here / "study.yaml").write_text("strategies: [mine.yml, pre_ln]\ndepths: [2]\ntokens: 30\n")
     found = probed("-c", "study.yaml")
     assert [probe["strategy"] for probe in found["probes"]] == ["mine", "pre_ln"]
