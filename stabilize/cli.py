@@ -16,6 +16,7 @@ VERBS = {
     "test": "translate the test text with a checkpoint and score it",
     "predict": "translate the test text with a checkpoint",
     "explain": "print what a config's stabiliser is and does, without training",
+    "probe": "show what each layer does before training, for many strategies and depths",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
     "strategies": "list the strategies of each axis",
     "new-strategy": "write a small package with a strategy of your own",
@@ -83,6 +84,10 @@ def _dispatch(words: list[str]) -> int:
         from stabilize.commands.new_strategy import write
 
         return write(words[1:])
+    if verb == "probe":
+        from stabilize.commands.probe import look
+
+        return look(words[1:])
     if verb == "report":
         from stabilize.commands.report import write as report
 

@@ -58,7 +58,8 @@ class Narrator(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         update = (step or 0) + 1  # loggers know an update by the number of those before it
         for finding in self.diary.add(update, metrics):
-            print(f"update {update:,}: {finding}", flush=True)
+            if finding.rule != "diverged" or "stability/diverged" not in self.diary.told:  # else the guard has said so
+                print(f"update {update:,}: {finding}", flush=True)
         self._tell()
 
     @rank_zero_only

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -10,13 +11,14 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jsonargparse._typehints
 import lightning.pytorch as lightning
 import wandb
-from jsonargparse import ArgumentError
+from jsonargparse import ArgumentError, Namespace
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as BasicProgressBar
@@ -68,6 +70,9 @@ NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
+
+LOOKING = ("explain", "probe")
+"""Verbs that carry out no run: they need no weights and leave no run folder."""
 
 STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For every parser: an error is raised, and a flag is written out."""
@@ -140,13 +145,16 @@ class RunConfig(SaveConfigCallback):
 class Command(LightningCLI):
     """The command line of every verb that takes a config."""
 
+    trainer_with_verb: ClassVar[type[lightning.Trainer]] = Trainer
+    """Its methods are the verbs."""
+
     def __init__(self, arguments: list[str]) -> None:
-        self.verb = arguments[0]
+        self.verb, self.words = arguments[0], arguments
         super().__init__(
             TranslationTask,
             TranslationData,
             subclass_mode_data=True,
-            trainer_class=Trainer,
+            trainer_class=self.trainer_with_verb,
             trainer_defaults={"use_distributed_sampler": False, "enable_model_summary": False},
             seed_everything_default=1,
             save_config_callback=RunConfig,
@@ -162,15 +170,33 @@ class Command(LightningCLI):
             if option.endswith(".help") and name and not name.startswith("-"):
                 key = option[2:].removesuffix(".help")
                 print(inspect.getdoc(class_named(self._subcommand_parsers[self.verb], key, name)), end="\n\n")
+        self.config = self.parsed(args)
+
+    def parsed(self, words: list[str]) -> Namespace:
+        """What a command line says, one of this verb.
+
+        Raises:
+            UserError: a mistake in it, or in a file that it names.
+        """
         try:
-            self.config = parser.parse_args(args)
+            config = self.parser.parse_args(words)
         except ArgumentError as error:
-            raise mistake(self._subcommand_parsers[self.verb], args[1:], error) from error
-        check_values(self.config[self.verb].as_dict())
+            raise mistake(self._subcommand_parsers[self.verb], words[1:], error) from error
+        check_values(config[self.verb].as_dict())
+        return config
+
+    def task_of(self, config: Namespace) -> TranslationTask:
+        """The task that a parsed config of this verb describes.
+
+        Raises:
+            UserError: its parts cannot be combined.
+        """
+        with in_the_users_words():
+            return self._subcommand_parsers[self.verb].instantiate_classes(config)["model"]
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """The verb that was given alone: to build the parsers of all takes most of a second."""
-        verbs = {**LightningCLI.subcommands(), "explain": {"model", "datamodule"}}
+        verbs = {**LightningCLI.subcommands(), **{verb: {"model", "datamodule"} for verb in LOOKING}}
         return {self.verb: verbs[self.verb]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -193,17 +219,12 @@ class Command(LightningCLI):
             raise UserError(f"seed_everything is {self._get(self.config, 'seed_everything')}: {error}") from error
 
     def instantiate_classes(self) -> None:
-        try:
+        with in_the_users_words():
             super().instantiate_classes()
-        except Exception as error:
-            told = cause_in(error)
-            if told is not None:
-                raise told from None
-            raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
         self._check_checkpoint()
-        if self.subcommand == "explain":
+        if self.subcommand in LOOKING:
             self.save_config_callback = None
             return super().instantiate_trainer(logger=False)
         given = self._get(self.config_init, "trainer")
@@ -252,7 +273,7 @@ class Command(LightningCLI):
             saved = checkpoint.read(Path(path))
             self.model.check(saved)
             self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
-        elif self.subcommand not in ("fit", "explain"):
+        elif self.subcommand not in ("fit", *LOOKING):
             raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
 
     def before_fit(self) -> None:
@@ -285,12 +306,24 @@ class Command(LightningCLI):
             Console().print(results(self.trainer, before | dict(self.trainer.callback_metrics)))
 
 
+@contextlib.contextmanager
+def in_the_users_words() -> Iterator[None]:
+    """What goes wrong while classes are made becomes a UserError."""
+    try:
+        yield
+    except Exception as error:
+        told = cause_in(error)
+        if told is not None:
+            raise told from None
+        raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
+
+
 def run_folder(root: Path) -> Path:
     """A new folder below `root`, named by the time; other ranks of the run find it in the environment."""
     # Under torchrun nobody names it, and the first rank alone writes.
     if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_FOLDER, root))
-    folder = root / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
+    folder = root / folder_name()
     try:
         folder.mkdir(parents=True)
     except OSError as error:
@@ -299,6 +332,11 @@ def run_folder(root: Path) -> Path:
         ) from error
     os.environ[RUN_FOLDER] = str(folder)
     return folder
+
+
+def folder_name() -> str:
+    """A name by the time, which no other folder has."""
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
 
 
 def weights_and_biases(folder: Path) -> Logger:
@@ -330,7 +368,7 @@ def plugin_folders(arguments: list[str]) -> list[Path]:
     return [Path.cwd(), *(Path(config).resolve().parent for config in configs)]
 
 
-def run(arguments: list[str]) -> int:
+def run(arguments: list[str], command: type[Command] = Command) -> int:
     """Carry out a verb of LightningCLI."""
     assert hasattr(jsonargparse._typehints, "discard_init_args_on_class_path_change")
     jsonargparse._typehints.discard_init_args_on_class_path_change = keep_no_arguments_of_another_class
@@ -343,7 +381,7 @@ def run(arguments: list[str]) -> int:
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
     try:
-        Command(arguments)
+        command(arguments)
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except MisconfigurationException as error:
