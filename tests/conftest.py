@@ -10,7 +10,9 @@ os.environ.setdefault("MPLBACKEND", "agg")
 os.environ["WANDB_MODE"] = "offline"
 
 import random
+import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -40,6 +42,15 @@ def same_seed() -> None:
     random.seed(1)
     numpy.random.seed(1)
     torch.manual_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """Lightning ignores SIGINT for good once it has stopped a run, and leaves its own handlers behind."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True)
