@@ -396,12 +396,17 @@ def _names(kind: Any) -> Iterator[str]:
 
 def _nearest(name: str, names: Iterable[str], few: int = 16) -> str:
     """Which of `names` could be meant by `name`; all of them where none is like it and they are few."""
-    last = {other: other.rpartition(".")[2].lower() for other in names}
-    alike = difflib.get_close_matches(name.rpartition(".")[2].lower(), set(last.values()))
+    last = {other: _last(other) for other in names}
+    alike = difflib.get_close_matches(_last(name), set(last.values()))
     near = [other for like in alike for other in last if last[other] == like]
     if near:
         return f"; nearest: {', '.join(near[:5])}"
     return f"; there are: {', '.join(last)}" if 0 < len(last) <= few else ""
+
+
+def _last(name: str) -> str:
+    """The part of a dotted name, or of a file's path, by which others are told from it."""
+    return (Path(name).stem if _is_file(name) else name.rpartition(".")[2]).lower()
 
 
 def _shown(value: Any) -> str:

@@ -141,7 +141,12 @@ MISTAKES = {
     "nothing": (["# nothing yet\n"], "the config 0.yaml has no keys, but is empty"),
     "no file": (
         ["model: {}", "--config=O.yaml"],
-        "the config O.yaml cannot be read: No such file or directory; nearest: 0.yaml",
+        "the config O.yaml cannot be read: No such file or directory; there are: 0.yaml",
+    ),
+    "misspelt file": (
+        [f"--config={ROOT}/configs/strategies/deepnrm.yaml"],
+        f"the config {ROOT}/configs/strategies/deepnrm.yaml cannot be read: No such file or directory; nearest: "
+        f"{ROOT}/configs/strategies/deepnorm.yaml",
     ),
     "data argument": (
         ["--data.batch_token=5"],
