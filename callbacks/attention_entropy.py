@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -43,6 +42,7 @@ class AttentionEntropy(PlaceMonitor):
         UserError: if `every` is negative, or a pattern matches no module.
     """
 
+    absent = "do not show their attention logits (no part of them has observe_logits, as those of TranslationTask have)"
     numbers = 5
     inside = True
 
@@ -51,14 +51,6 @@ class AttentionEntropy(PlaceMonitor):
 
     def find_places(self, layer: nn.Module) -> list[nn.Module]:
         return [part for part in layer.modules() if hasattr(part, "observe_logits")]
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        for stack in self.stacks.keys() - {stack for stack, _ in self.places.values()}:
-            rank_zero_warn(
-                f"AttentionEntropy: the layers of {stack} do not show their attention logits (no part of them has "
-                "observe_logits, as those of TranslationTask have); nothing is logged for it"
-            )
 
     def measure(self, place: Any, inputs: tuple[Any, ...], output: Any) -> Tensor:
         logits, mask = place.observe_logits(inputs)

@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -39,6 +38,7 @@ class EpsilonAudit(PlaceMonitor):
         UserError: if `every` is negative, or a pattern matches no module.
     """
 
+    absent = "have no norm that it knows"
     numbers = 2
     inside = True
 
@@ -47,11 +47,6 @@ class EpsilonAudit(PlaceMonitor):
 
     def find_places(self, layer: nn.Module) -> list[nn.Module]:
         return [part for part in layer.modules() if isinstance(part, TORCH_NORMS) or hasattr(part, "guarded")]
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_fit_start(trainer, pl_module)
-        for stack in self.stacks.keys() - {stack for stack, _ in self.places.values()}:
-            rank_zero_warn(f"EpsilonAudit: the layers of {stack} have no norm that it knows; nothing is logged for it")
 
     def measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
         guarded, epsilon = _guarded(place, inputs[0])

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from stabilize import stats
@@ -20,6 +21,8 @@ class PlaceMonitor(ForwardMonitor):
     A place that runs several times in a forward counts with its last run.
     """
 
+    absent: ClassVar[str] = "have no place to look at"
+    """What is said of the layers of a stack in which no place was found."""
     numbers: ClassVar[int]
     """How many sums a place has."""
     inside: ClassVar[bool] = False
@@ -51,6 +54,8 @@ class PlaceMonitor(ForwardMonitor):
             for number, layer in enumerate(layers)
             for place in self.find_places(layer)
         }
+        for stack in self.stacks.keys() - {stack for stack, _ in self.places.values()}:
+            rank_zero_warn(f"{type(self).__name__}: the layers of {stack} {self.absent}; nothing is logged for it")
 
     def look(self) -> None:
         if self.inside and self.places:

@@ -97,7 +97,7 @@ class TranslationTask(LightningModule):
         self.update_loss = 0.0
         """Of the last update, per target token."""
         self._tally = _Tally()
-        self._optimizer_before: dict[str, Any] | None = None
+        self._optimizers_before: list[dict[str, Any]] = []
         self._tokens_seen = 0
         self._since_log = [0.0, 0.0, 0.0]
         """Loss, nll and tokens between a checkpoint and the log before it."""
@@ -135,8 +135,8 @@ class TranslationTask(LightningModule):
             optimizer = self.optimizer(groups)
         except (TypeError, ValueError) as error:  # torch's own words name the argument
             raise UserError(f"model.optimizer cannot be made: {error}") from error
-        if self._optimizer_before is not None:
-            check_optimizer(self._optimizer_before, settings(optimizer))
+        for before in self._optimizers_before:
+            check_optimizer(before, settings(optimizer))
         if self.trainer.gradient_clip_val is not None and not isinstance(self.clipping, NoClipping):
             raise UserError(
                 f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val} and model.clipping is "
@@ -371,7 +371,7 @@ class TranslationTask(LightningModule):
         checkpoint["task"] = self.spec()
         checkpoint["tokenizer"] = self.tokenizer.model
         checkpoint["precision"] = self.precision
-        checkpoint["optimizer"] = settings(self.trainer.optimizers[0])
+        checkpoint["optimizers"] = [settings(optimizer) for optimizer in self.trainer.optimizers]  # none in a test
         checkpoint["tokens_seen"] = self._tokens_seen
         checkpoint["since_log"] = self._over_ranks(self._tally.since_log(self.device)).tolist()
         checkpoint["clipping"] = {"class": type(self.clipping).__name__, "state": self.clipping.state()}
@@ -391,7 +391,7 @@ class TranslationTask(LightningModule):
             UserError: it is of another model, or its tokenizer is not this run's.
         """
         self.check(checkpoint)
-        self._optimizer_before = checkpoint["optimizer"]
+        self._optimizers_before = checkpoint["optimizers"]
         if checkpoint["tokenizer"] != self.tokenizer.model:
             raise UserError(
                 f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "

@@ -561,3 +561,11 @@ def test_tokens_since_the_last_log_go_on(tmp_path: Path) -> None:
     fit(resumed, small_task(), batches, ckpt_path=tmp_path / "four.ckpt")
     for key in ("train/tokens", "train/loss", "train/nll"):
         assert curve(tmp_path / "resumed", key)[5] == pytest.approx(curve(tmp_path / "whole", key)[5]), key
+
+
+def test_a_checkpoint_can_be_saved_after_a_test_alone(tmp_path: Path) -> None:
+    """Without training there is no optimiser to speak of."""
+    trainer = small_trainer(tmp_path)
+    trainer.test(small_task(), datamodule=Sentences(), verbose=False)
+    trainer.save_checkpoint(tmp_path / "tested.ckpt")
+    assert torch.load(tmp_path / "tested.ckpt", weights_only=True)["optimizers"] == []
