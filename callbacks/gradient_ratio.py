@@ -16,8 +16,8 @@ from stabilize.callbacks.figures import ratio_map
 from stabilize.callbacks.history import History
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.layers import roles_of, stream_of
-from stabilize.callbacks.precision import gradient_scale
 from stabilize.errors import UserError
+from stabilize.precision import gradient_scale
 
 
 class GradientRatio(LayerMonitor):

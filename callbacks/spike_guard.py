@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from stabilize import stats
 from stabilize.callbacks.monitor import Monitor, step_of
-from stabilize.callbacks.precision import gradient_scale, loss_scale
 from stabilize.errors import UserError
+from stabilize.precision import gradient_scale, loss_scale
+from stabilize.strategies import Gradients
 
 Policy: TypeAlias = Literal["report"]
 
@@ -112,9 +113,11 @@ class SpikeGuard(Monitor):
         loss, self._loss = getattr(pl_module, "update_loss", self._loss), 0.0
         if not self.every:
             return
-        gradients = [parameter.grad for parameter in pl_module.parameters() if parameter.grad is not None]
-        if gradients:  # else `training_step` returned None
-            norm = stats.total_norm(gradients) / gradient_scale(trainer, optimizer)
+        gradients = getattr(pl_module, "gradients", None)  # whose norm clipping asks for too
+        if not isinstance(gradients, Gradients):
+            gradients = Gradients([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        if gradients.there:  # else `training_step` returned None
+            norm = stats.whole(gradients.norm).float() / gradient_scale(trainer, optimizer)
             self._waiting.append((step_of(trainer) + 1, torch.stack([torch.as_tensor(loss).to(norm), norm])))
         if self.is_due(trainer) and self._waiting:
             self.send(trainer, self._look(trainer))

@@ -13,7 +13,7 @@ from stabilize import stats
 from stabilize.callbacks.figures import scale_map
 from stabilize.callbacks.history import History
 from stabilize.callbacks.layer_monitor import LayerMonitor
-from stabilize.callbacks.precision import loss_scale
+from stabilize.precision import loss_scale
 
 
 class UpdateRatio(LayerMonitor):

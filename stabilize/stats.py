@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
@@ -45,7 +44,7 @@ def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor])
     if not tensors:
         return torch.full((len(modules),), math.nan)
     device = next(iter(tensors.values())).device
-    norms = [_whole(norm) for norm in torch._foreach_norm(list(tensors.values()), 2, dtype=wide_dtype(device))]
+    norms = [whole(norm) for norm in torch._foreach_norm(list(tensors.values()), 2, dtype=wide_dtype(device))]
     norm_of = {parameter: norm.to(device) for parameter, norm in zip(tensors, norms, strict=True)}
     missing = norms[0].new_full((), math.nan).to(device)
     groups = [
@@ -55,14 +54,9 @@ def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor])
     return torch.stack(torch._foreach_norm(groups, 2))
 
 
-def _whole(norm: Tensor) -> Tensor:
+def whole(norm: Tensor) -> Tensor:
     """A norm over all shards, where the tensor is sharded (FSDP2): every rank has to ask, and gets the same."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all gradients together, a scalar: in float32, and so cheap enough for every update."""
-    return _whole(get_total_norm(list(gradients))).float()
 
 
 def squared_norm(tensor: Tensor) -> Tensor:

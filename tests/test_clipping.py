@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import math
 from pathlib import Path
@@ -11,11 +12,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD
 
-from stabilize.callbacks import GradientRatio
+from stabilize.callbacks import GradientRatio, SpikeGuard
 from stabilize.errors import UserError
-from stabilize.strategies import Clipping, GlobalNorm, NoClipping
+from stabilize.strategies import Clipping, GlobalNorm, Gradients, NoClipping
 from stabilize.strategies.clipping import AdaptiveClipping, ZClip
 from tests.tasks import curve, fit, sentence_batch, small_task, small_trainer
 
@@ -31,10 +35,40 @@ def parameters(scale: float, dtype: torch.dtype = torch.float32) -> list[Tensor]
     return made
 
 
+def test_the_norm_is_that_of_all_entries_together_and_of_the_first_time_it_is_asked_for() -> None:
+    made = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 1)), nn.Parameter(torch.zeros(()))]
+    for parameter, gradient in zip(made, ([3.0, 0.0], [[4.0], [0.0]], 12.0), strict=True):
+        parameter.grad = torch.tensor(gradient)
+    gradients = Gradients(made)
+    assert gradients.norm.item() == pytest.approx(13.0)
+    GlobalNorm(1.0).clip(gradients)
+    assert gradients.norm.item() == pytest.approx(13.0)
+    assert Gradients(made).norm.item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_clipped_under_a_scaler_are_the_true_gradients(tmp_path: Path, fused: bool) -> None:
+    """A fused optimiser unscales in its step, which comes after."""
+    task = small_task(clipping=GlobalNorm(VALUE), optimizer=functools.partial(SGD, lr=1.0, fused=fused))
+    before = [p.detach().clone() for p in task.parameters()]
+    plugin = MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=1024.0))
+    guard = SpikeGuard(every=1)
+    fit(small_trainer(tmp_path, guard, max_steps=1, plugins=plugin), task, [sentence_batch(0, 1, 2)])
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(task.parameters(), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(VALUE, rel=1e-3)
+    assert curve(tmp_path, "gradient_norm/total_clipped")[0] == pytest.approx(VALUE, rel=1e-3)
+    plain = small_task()
+    loss, _, tokens = plain.loss(sentence_batch(0, 1, 2))
+    (loss / tokens).backward()
+    assert guard.progress["recent"]["gradient_norm"] == pytest.approx(
+        [Gradients([*plain.parameters()]).norm.item()], rel=0.02
+    )
+
+
 @given(scale=st.floats(1e-4, 1e4), value=st.floats(1e-3, 1e3))
 def test_global_norm_is_torchs(scale: float, value: float) -> None:
     mine, torchs = parameters(scale), parameters(scale)
-    GlobalNorm(value).clip(mine)
+    GlobalNorm(value).clip(Gradients(mine))
     nn.utils.clip_grad_norm_(torchs, value)
     for one, other in zip(mine[:3], torchs[:3], strict=True):
         torch.testing.assert_close(one.grad, other.grad)
@@ -43,14 +77,14 @@ def test_global_norm_is_torchs(scale: float, value: float) -> None:
 
 def test_a_small_gradient_keeps_every_bit() -> None:
     mine, before = parameters(0.1), parameters(0.1)
-    GlobalNorm(1e3).clip(mine)
+    GlobalNorm(1e3).clip(Gradients(mine))
     assert all(one.grad.equal(other.grad) for one, other in zip(mine[:3], before[:3], strict=True))
 
 
 def test_nothing_to_clip_is_no_error() -> None:
     for clipping in (GlobalNorm(), NoClipping(), AdaptiveClipping(), ZClip()):
         before = clipping.state()
-        clipping.clip([nn.Parameter(torch.zeros(2))])
+        clipping.clip(Gradients([nn.Parameter(torch.zeros(2))]))
         assert clipping.state() == before
 
 
@@ -109,7 +143,7 @@ def units(parameter: Tensor) -> list[tuple[Tensor, Tensor]]:
 def test_adaptive_clipping_bounds_each_unit_by_its_weight(scale: float, ratio: float, epsilon: float) -> None:
     """G_i <- G_i ratio max(|W_i|, epsilon) / |G_i| where |G_i| is above that (Brock et al. 2021, arXiv:2102.06171)."""
     mine, before = weighted(scale), weighted(scale)
-    AdaptiveClipping(ratio, epsilon).clip(mine)
+    AdaptiveClipping(ratio, epsilon).clip(Gradients(mine))
     for one, other in zip(mine[:3], before[:3], strict=True):
         for (_, found), (weight, gradient) in zip(units(one), units(other), strict=True):
             most, norm = ratio * max(weight.norm().item(), epsilon), gradient.norm().item()
@@ -160,7 +194,7 @@ def run(clipping: ZClip, norms: list[float]) -> list[float]:
         total = torch.stack([p.grad.norm() for p in made[:3]]).norm()
         for parameter in made[:3]:
             parameter.grad.mul_(norm / total)
-        clipping.clip(made)
+        clipping.clip(Gradients(made))
         left.append(torch.stack([p.grad.norm() for p in made[:3]]).norm().item())
     return left
 
@@ -195,7 +229,7 @@ def test_a_gradient_that_is_not_finite_does_not_stay_in_mind() -> None:
     before = clipping.state()
     made = parameters(1.0)
     made[0].grad.fill_(float("nan"))
-    clipping.clip(made)
+    clipping.clip(Gradients(made))
     assert clipping.state() == before
 
 
@@ -218,10 +252,10 @@ def test_numbers_that_will_not_do_are_refused_by_key(arguments: dict, key: str) 
 
 def test_small_units_keep_every_bit_and_a_zero_weight_can_move() -> None:
     mine, before = weighted(1e-6), weighted(1e-6)
-    AdaptiveClipping().clip(mine)
+    AdaptiveClipping().clip(Gradients(mine))
     assert all(one.grad.equal(other.grad) for one, other in zip(mine[:3], before[:3], strict=True))
     mine = weighted(1.0)
-    AdaptiveClipping().clip(mine)
+    AdaptiveClipping().clip(Gradients(mine))
     assert mine[0].grad[1].norm().item() == pytest.approx(0.01 * 1e-3)
 
 
@@ -233,7 +267,7 @@ def test_gradients_of_other_formats_are_clipped_in_theirs(clipping: Clipping, dt
     for one, parameter in zip(single, other, strict=True):
         parameter.grad = None if one.grad is None else one.grad.to(dtype)
     for parameters in (single, other):
-        copy.deepcopy(clipping).clip(parameters)
+        copy.deepcopy(clipping).clip(Gradients(parameters))
     for one, parameter in zip(single[:3], other[:3], strict=True):
         assert parameter.grad.dtype == dtype
         torch.testing.assert_close(parameter.grad.float(), one.grad, rtol=2e-2, atol=1e-6)
@@ -241,7 +275,7 @@ def test_gradients_of_other_formats_are_clipped_in_theirs(clipping: Clipping, dt
 
 def test_the_classifier_is_left_alone() -> None:
     mine, before = weighted(10.0), weighted(10.0)
-    AdaptiveClipping().clip(mine, mine[0])
+    AdaptiveClipping().clip(Gradients(mine, mine[0]))
     assert mine[0].grad.equal(before[0].grad)
     assert not mine[1].grad.equal(before[1].grad)
 
@@ -249,7 +283,7 @@ def test_the_classifier_is_left_alone() -> None:
 def test_a_gradient_that_is_not_finite_stays_in_its_unit() -> None:
     mine = weighted(1.0)
     mine[0].grad[2, 1] = math.inf
-    AdaptiveClipping().clip(mine)
+    AdaptiveClipping().clip(Gradients(mine))
     assert not mine[0].grad[2].isfinite().all()
     assert all(mine[0].grad[row].isfinite().all() for row in (0, 1, 3))
     assert mine[1].grad.isfinite().all()
@@ -258,8 +292,8 @@ def test_a_gradient_that_is_not_finite_stays_in_its_unit() -> None:
 class Told(Clipping):
     """Keeps what it is told to be the classifier."""
 
-    def clip(self, parameters: object, classifier: Tensor | None = None) -> None:
-        self.classifier = classifier
+    def clip(self, gradients: Gradients) -> None:
+        self.classifier = gradients.classifier
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -288,7 +322,7 @@ def test_a_norm_that_is_not_finite_leaves_no_trace(bad: float, seen: int) -> Non
     run(clipping, NORMS[:seen])
     before = clipping.state()
     made[1].grad[0] = bad
-    clipping.clip(made)
+    clipping.clip(Gradients(made))
     assert clipping.state() == before
 
 

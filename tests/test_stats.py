@@ -71,12 +71,6 @@ def test_norms_of_half_precision_gradients_are_summed_wide(dtype: torch.dtype):
     assert stats.gradient_norms([module]).item() == pytest.approx(300.0)
 
 
-def test_total_norm_is_that_of_all_entries_together():
-    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0], [0.0]], dtype=torch.bfloat16), torch.tensor(12.0)]
-    assert stats.total_norm(gradients).item() == pytest.approx(13.0)
-    assert stats.total_norm([torch.tensor([1.0, math.nan])]).isnan()
-
-
 def test_ratio_to_the_last_layer():
     assert stats.gradient_ratio(torch.tensor([1e-6, 1.0, 4.0])).tolist() == pytest.approx([2.5e-7, 0.25])
     assert stats.gradient_ratio(torch.tensor([1.0])).tolist() == []

@@ -234,14 +234,11 @@ from torch import Tensor""",
         option="value: float = 1e-3",
         meaning="the largest entry left.",
         imports="""\
-from collections.abc import Sequence
-
-from stabilize.strategies import Clipping
-from torch import Tensor
+from stabilize.strategies import Clipping, Gradients
 from torch.nn.utils import clip_grad_value_""",
         methods="""
-    def clip(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
-        clip_grad_value_(parameters, self.value)
+    def clip(self, gradients: Gradients) -> None:
+        clip_grad_value_(gradients.parameters, self.value)
 """,
     ),
 }

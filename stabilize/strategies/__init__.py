@@ -10,7 +10,7 @@ from stabilize.strategies.attention import (
     SoftCap,
     ValueResidual,
 )
-from stabilize.strategies.clipping import AdaptiveClipping, Clipping, GlobalNorm, NoClipping, ZClip
+from stabilize.strategies.clipping import AdaptiveClipping, Clipping, GlobalNorm, Gradients, NoClipping, ZClip
 from stabilize.strategies.epsilon import Epsilon, FixedEpsilon, LayerEpsilon, PrecisionEpsilon
 from stabilize.strategies.initialization import (
     GPT2,
@@ -126,6 +126,7 @@ __all__ = [
     "FixedEpsilon",
     "Fixup",
     "GlobalNorm",
+    "Gradients",
     "HybridNorm",
     "HyperConnections",
     "Initialization",

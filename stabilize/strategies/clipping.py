@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +13,29 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from stabilize.errors import UserError
 from stabilize.strategies.strategy import Strategy
+
+
+class Gradients:
+    """Those of a whole update, before they are clipped.
+
+    Args:
+        parameters: which have them, or none.
+        classifier: the one among them that makes the logits, which some methods leave alone.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
+        self.parameters = parameters
+        self.classifier = classifier
+
+    @property
+    def there(self) -> list[Tensor]:
+        """All that are not none."""
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    @cached_property
+    def norm(self) -> Tensor:
+        """L2 norm of all together, a scalar; taken once, whoever asks."""
+        return get_total_norm(self.there)
 
 
 class Clipping(Strategy):
@@ -25,11 +49,8 @@ class Clipping(Strategy):
         """Go on from a `state`."""
 
     @abstractmethod
-    def clip(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
-        """Change the gradients of `parameters`, those of a whole update, in place.
-
-        `classifier` is the one among them that makes the logits, which some methods leave alone.
-        """
+    def clip(self, gradients: Gradients) -> None:
+        """Change the gradients in place."""
 
 
 class NoClipping(Clipping):
@@ -38,7 +59,7 @@ class NoClipping(Clipping):
     g <- g
     """
 
-    def clip(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
+    def clip(self, gradients: Gradients) -> None:
         pass
 
 
@@ -59,9 +80,8 @@ class GlobalNorm(Clipping):
         self.value = value
 
     @torch.no_grad()
-    def clip(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
-        total = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        clip_grads_with_norm_(parameters, self.value, total)
+    def clip(self, gradients: Gradients) -> None:
+        clip_grads_with_norm_(gradients.parameters, self.value, gradients.norm)
 
 
 class AdaptiveClipping(Clipping):
@@ -87,17 +107,17 @@ class AdaptiveClipping(Clipping):
         self.epsilon = epsilon
 
     @torch.no_grad()
-    def clip(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
-        weights = [p for p in parameters if p.grad is not None and p is not classifier]
+    def clip(self, gradients: Gradients) -> None:
+        weights = [p for p in gradients.parameters if p.grad is not None and p is not gradients.classifier]
         if not weights:
             return
-        gradients = [p.grad for p in weights if p.grad is not None]
+        changed = [p.grad for p in weights if p.grad is not None]
         most = self.ratio * torch.cat(_units(weights)).clamp_min(self.epsilon)
-        lengths = _units(gradients)
+        lengths = _units(changed)
         scale = (most / torch.cat(lengths).clamp_min(1e-6)).clamp_max(1.0)
         factors = torch.split(scale, [len(unit) for unit in lengths])
-        shaped = [f.view(-1, *[1] * (g.ndim - 1)) if g.ndim else f[0] for f, g in zip(factors, gradients, strict=True)]
-        torch._foreach_mul_(gradients, shaped)
+        shaped = [f.view(-1, *[1] * (g.ndim - 1)) if g.ndim else f[0] for f, g in zip(factors, changed, strict=True)]
+        torch._foreach_mul_(changed, shaped)
 
 
 def _units(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -148,17 +168,15 @@ class ZClip(Clipping):
         self._seen, self._mean, self._variance = state["seen"], state["mean"], state["variance"]
 
     @torch.no_grad()
-    def clip(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        total = get_total_norm(gradients)
-        norm = float(total)
-        if not gradients or not math.isfinite(norm):
+    def clip(self, gradients: Gradients) -> None:
+        norm = float(gradients.norm)
+        if not gradients.there or not math.isfinite(norm):
             return
         usual = self._usual(norm)
         self._take_in(usual)
         most = usual if self.maximum is None else min(usual, self.maximum)
         if most < norm:
-            clip_grads_with_norm_(parameters, most, total)
+            clip_grads_with_norm_(gradients.parameters, most, gradients.norm)
 
     def _usual(self, norm: float) -> float:
         """`norm`, or what is made of it where it stands out."""
