@@ -17,6 +17,7 @@ VERBS = {
     "predict": "translate the test text with a checkpoint",
     "explain": "print what a config's stabiliser is and does, without training",
     "probe": "show what each layer does before training, for many strategies and depths",
+    "bench": "measure what diagnostics cost",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
     "strategies": "list the strategies of each axis",
     "new-strategy": "write a small package with a strategy of your own",
@@ -88,6 +89,10 @@ def _dispatch(words: list[str]) -> int:
         from stabilize.commands.probe import look
 
         return look(words[1:])
+    if verb == "bench":
+        from stabilize.commands.bench import measure
+
+        return measure(words[1:])
     if verb == "report":
         from stabilize.commands.report import write as report
 

@@ -71,7 +71,7 @@ NOISE = (
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
 
-LOOKING = ("explain", "probe")
+LOOKING = ("explain", "probe", "bench")
 """Verbs that carry out no run: they need no weights and leave no run folder."""
 
 STRICT = {"exit_on_error": False, "allow_abbrev": False}
@@ -349,6 +349,15 @@ def weights_and_biases(folder: Path) -> Logger:
         if asked:
             raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; wandb login, or offline, would do")
         mode = "offline"
+    return _wandb_logger(folder, mode)
+
+
+def offline_weights_and_biases(folder: Path) -> Logger:
+    """A run in `folder`/wandb that stays there."""
+    return _wandb_logger(folder, "offline")
+
+
+def _wandb_logger(folder: Path, mode: str) -> Logger:
     logger = WandbLogger(
         save_dir=folder,
         id=folder.name,

@@ -1,0 +1,196 @@
+"""`stabilize bench diagnostics`: what each callback of a run costs."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as lightning
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from stabilize.callbacks.monitor import Monitor
+from stabilize.commands.menu import known
+from stabilize.commands.training import Command, Trainer, offline_weights_and_biases, run
+from stabilize.data import TranslationData
+from stabilize.errors import UserError, at_least
+from stabilize.task import TranslationTask
+
+TOPICS = ("diagnostics",)
+
+NEVER = 2**62
+"""An interval in which no update is due: what a callback costs at the updates between its records."""
+DRAWS = 2000
+"""Of the bootstrap."""
+
+
+class Cost(NamedTuple):
+    """Share of an update's CPU time, the median over rounds, and the 95 % interval of its bootstrap."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2%} ({self.low:.2%} to {self.high:.2%})"
+
+
+class Rounds(lightning.Callback):
+    """Trains on, and from update to update switches diagnostics on and off.
+
+    A round has one update of each kind, in an order of its own: without any, and for each monitor and for all together
+    one that is recorded and one between two records. The first round warms up and is not counted.
+
+    Args:
+        monitors: by name.
+        rounds: to count.
+    """
+
+    def __init__(self, monitors: dict[str, Monitor], rounds: int) -> None:
+        self.monitors = monitors
+        switched: dict[str, list[str]] = {name: [name] for name in monitors}
+        switched["all"] = [name for name, monitor in monitors.items() if monitor.every]
+        self.intervals = {name: monitor.every for name, monitor in monitors.items()}
+        self.kinds: dict[tuple[str, int], list[str]] = {("none", NEVER): []}
+        self.kinds |= {(name, every): ones for name, ones in switched.items() for every in (1, NEVER)}
+        self.seconds: dict[tuple[str, int], list[float]] = {kind: [] for kind in self.kinds}
+        self.updates = len(self.kinds) * (rounds + 1) + 1
+        self._order = self._shuffled(rounds + 1)
+        self._current: tuple[str, int] | None = None
+        for monitor in monitors.values():
+            monitor.every = monitor.every or 1  # which finds its layers when fit starts
+
+    def _shuffled(self, rounds: int) -> Iterator[tuple[str, int]]:
+        generator = random.Random(1)
+        for _ in range(rounds):
+            yield from generator.sample([*self.kinds], len(self.kinds))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self._current is not None:
+            self.seconds[self._current].append(time.process_time() - self._start)
+        self._current = next(self._order, None)
+        if self._current is not None:
+            for name, monitor in self.monitors.items():
+                monitor.every = self._current[1] if name in self.kinds[self._current] else 0
+        self._start = time.process_time()
+
+    def shares(self, kind: tuple[str, int]) -> Tensor:
+        """By how much an update of a kind takes longer than the one of its round without diagnostics: `[rounds]`."""
+        with_it, without = (torch.tensor(self.seconds[which][1:]) for which in (kind, ("none", NEVER)))
+        return with_it / without - 1
+
+    def at_every_update(self, name: str) -> Cost:
+        """What a monitor, or all, cost where each update is recorded."""
+        return _cost(self.shares((name, 1)))
+
+    def at_intervals(self, name: str) -> Cost | None:
+        """What a monitor, or all, cost where every n-th update is recorded as the config says; none where none is."""
+        parts = [name] if name in self.monitors else self.kinds["all", 1]
+        if not all(self.intervals[part] for part in parts):
+            return None
+        records = [(self.shares((part, 1)) - self.shares((part, NEVER))) / self.intervals[part] for part in parts]
+        return _cost(self.shares((name, NEVER)) + torch.stack(records).sum(0))
+
+
+def _cost(shares: Tensor) -> Cost:
+    generator = torch.Generator().manual_seed(1)
+    drawn = shares[torch.randint(len(shares), (DRAWS, len(shares)), generator=generator)].median(1).values
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975])).tolist()
+    return Cost(shares.median().item(), low, high)
+
+
+class Same(IterableDataset[Any]):
+    """One batch again and again."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield self.batch
+
+
+class BenchTrainer(Trainer):
+    """Lightning's trainer, with the verb that measures."""
+
+    def bench(
+        self,
+        model: TranslationTask,
+        datamodule: TranslationData,
+        rounds: int = 30,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Show what each diagnostic costs: CPU time of the process, updates with it and without it in turn.
+
+        One batch, the first of fit, is trained on again and again, with the loggers of a run (Weights & Biases
+        offline) in a folder that is deleted at the end.
+
+        Args:
+            rounds: updates of each kind that are compared.
+            ckpt_path: a checkpoint that the config must fit; its weights are not looked at.
+            weights_only: here so that a config of `fit` does; nothing else is ever read.
+        """
+        at_least("bench", rounds=(rounds, 2))
+        datamodule.setup("fit")
+        model.tokenizer = datamodule.tokenizer
+        batch = next(iter(datamodule.train_dataloader()))
+        monitors = {type(c).__name__: c for c in self.callbacks if isinstance(c, Monitor)}
+        if not any(monitor.every for monitor in monitors.values()):
+            raise UserError("all diagnostics are off; --gradient_ratio.every 50 would do")
+        counted = Rounds(monitors, rounds)
+        with tempfile.TemporaryDirectory() as place:
+            for monitor in monitors.values():
+                monitor.figures = False
+            self.callbacks = [counted, *monitors.values()]
+            self.loggers = [CSVLogger(place, name="", version=""), offline_weights_and_biases(Path(place))]
+            self.fit_loop.epoch_loop.max_steps = counted.updates
+            self.fit_loop.max_epochs = -1
+            self.limit_val_batches = 0
+            with Console().status(f"{counted.updates} updates"):
+                self.fit(model, DataLoader(Same(batch), batch_size=None, collate_fn=_unchanged))
+        Console().print(_table(counted))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _table(counted: Rounds) -> Table:
+    table = Table(box=box.SIMPLE, title="CPU time above that of an update without diagnostics, median (95 % interval)")
+    for heading in ("callback", "recorded at every update", "at its interval"):
+        table.add_column(heading)
+    for name in [*counted.monitors, "all"]:
+        sometimes = counted.at_intervals(name)
+        if name == "all":
+            interval = "as above"
+            table.add_section()
+        else:
+            interval = f"every {counted.intervals[name]}"
+        table.add_row(
+            name, str(counted.at_every_update(name)), "off" if sometimes is None else f"{interval}: {sometimes}"
+        )
+    return table
+
+
+class BenchCommand(Command):
+    """The command line of `stabilize bench diagnostics`."""
+
+    trainer_with_verb = BenchTrainer
+
+
+def measure(words: Sequence[str]) -> int:
+    """Carry out `stabilize bench TOPIC`."""
+    if not words or words[0].startswith("-"):
+        raise UserError(f"bench needs to be told what to measure; stabilize bench {TOPICS[0]} -c CONFIG would do")
+    known(words[0], TOPICS, "benchmark")
+    return run(["bench", *words[1:]], BenchCommand)
