@@ -80,5 +80,8 @@ def _guarded(norm: Any, x: Tensor) -> tuple[Tensor | None, float]:
     if not isinstance(norm, TORCH_NORMS):
         return norm.guarded(x), norm.epsilon
     last = tuple(range(-len(norm.normalized_shape), 0))
-    x = x.float() - x.float().mean(last, keepdim=True) if isinstance(norm, nn.LayerNorm) else x.float()
-    return x.square().mean(last), torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    x = x.float()
+    if isinstance(norm, nn.LayerNorm):
+        x = x - x.mean(last, keepdim=True)
+    square = torch.linalg.vector_norm(x, dim=last).square() / math.prod(norm.normalized_shape)
+    return square, torch.finfo(x.dtype).eps if norm.eps is None else norm.eps

@@ -59,7 +59,8 @@ class Norm(Part):
 
 def _variance(x: Tensor) -> Tensor:
     """Of each position, in float32."""
-    return (x.float() - x.float().mean(-1, keepdim=True)).square().mean(-1)
+    x = x.float()
+    return torch.linalg.vector_norm(x - x.mean(-1, keepdim=True), dim=-1).square() / x.size(-1)
 
 
 def refuse_without_mask(part: Strategy, norm: Norm) -> list[str]:
