@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import os
 import signal
 import sys
@@ -19,9 +20,20 @@ VERBS = {
     "probe": "show what each layer does before training, for many strategies and depths",
     "bench": "measure what diagnostics cost",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
+    "dashboard": "build a workspace in Weights & Biases for the runs of a project",
     "strategies": "list the strategies of each axis",
     "new-strategy": "write a small package with a strategy of your own",
 }
+
+OWN = {
+    "probe": ("probe", "look"),
+    "bench": ("bench", "measure"),
+    "report": ("report", "write"),
+    "dashboard": ("dashboard", "build"),
+    "strategies": ("menu", "show"),
+    "new-strategy": ("new_strategy", "write"),
+}
+"""Module and function of the verbs that are not LightningCLI's."""
 
 HELP = """usage: stabilize VERB [options]
 
@@ -77,26 +89,6 @@ def _dispatch(words: list[str]) -> int:
         near = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
         raise UserError(f"stabilize has no verb {verb}; {hint}")
-    if verb == "strategies":
-        from stabilize.commands.menu import show
-
-        return show(words[1:])
-    if verb == "new-strategy":
-        from stabilize.commands.new_strategy import write
-
-        return write(words[1:])
-    if verb == "probe":
-        from stabilize.commands.probe import look
-
-        return look(words[1:])
-    if verb == "bench":
-        from stabilize.commands.bench import measure
-
-        return measure(words[1:])
-    if verb == "report":
-        from stabilize.commands.report import write as report
-
-        return report(words[1:])
-    from stabilize.commands.training import run
-
-    return run(words)
+    module, function = OWN.get(verb, ("training", "run"))
+    carry_out = getattr(importlib.import_module(f"stabilize.commands.{module}"), function)
+    return carry_out(words[1:] if verb in OWN else words)

@@ -22,6 +22,46 @@ def kept(shape: tuple[int, ...], rate: float) -> Tensor:
     return (kernels.dropout(torch.ones(shape), rate) != 0).double()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (7, 16), (33, 16), (5, 7, 16), (2, 300, 16)])
+def test_linear_is_torchs_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(size, generator=generator).to(dtype) for size in (shape, (24, 16), (24,)))
+    grad = torch.randn(*shape[:-1], 24, generator=generator).to(dtype)
+    found = []
+    for linear in (kernels.linear, F.linear):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        y = linear(*leaves)
+        found.append([y, *torch.autograd.grad(y, leaves, grad)])
+    for mine, torchs in zip(*found, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, torchs, rtol=0.02, atol=0.02 * max(1.0, shape[0]) ** 0.5)
+
+
+def test_linear_follows_autocast() -> None:
+    x, weight = torch.randn(5, 16), torch.randn(24, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert kernels.linear(x, weight).dtype == torch.bfloat16
+    assert kernels.linear(x, weight).equal(F.linear(x, weight))
+
+
+def test_products_in_half_precision_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight numbers of rows in an octave, each at most an eighth larger than asked for above 256."""
+    seen: dict[int, int] = {}
+    plain = F.linear
+
+    def linear(x: Tensor, *others: Tensor) -> Tensor:
+        seen[rows] = len(x)
+        return plain(x, *others)
+
+    monkeypatch.setattr(F, "linear", linear)
+    for rows in range(1, 4097):
+        kernels.linear(torch.zeros(rows, 1, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.bfloat16))
+    assert all(rows <= made <= max(rows + 31, 1.125 * rows) for rows, made in seen.items())
+    assert len({made for made in seen.values() if 2048 < made <= 4096}) == 8
+    assert len(set(seen.values())) <= 8 * 5
+
+
 @rates
 def test_dropout_keeps_its_share_and_scales_it(rate: float) -> None:
     dropped = kernels.dropout(torch.ones(COUNT), rate)

@@ -256,6 +256,29 @@ def test_weights_and_biases_has_samples_and_pictures(run: Path) -> None:
     assert all((media / picture).is_file() for (picture,) in sent.values())
 
 
+def test_the_workspace_shows_what_a_run_logs(run: Path, tmp_path: Path) -> None:
+    """Each key and pattern of the workspace that `dashboard` builds is one of this run."""
+    assert main(["dashboard", "--spec", str(tmp_path / "spec.json")]) == 0
+    spec = json.loads((tmp_path / "spec.json").read_text())["spec"]["section"]
+    logged = {key.partition(".")[0] for row in wandb_file.history(run) for key in row}
+    panels = [panel for section in spec["panelBankConfig"]["sections"] for panel in section["panels"]]
+    curves = [panel["config"] for panel in panels if panel["viewType"] == "Run History Line Plot"]
+    assert len(curves) > 15
+    for curve in curves:
+        assert curve["xAxis"] == "trainer/global_step"
+        assert set(curve["metrics"]) <= logged
+        pattern = curve.get("metricRegex")
+        assert curve["metrics"] or [key for key in logged if re.fullmatch(pattern, key)], curve
+    pictures = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
+    assert pictures
+    assert pictures <= logged
+    assert "samples" in json.dumps([panel["config"] for panel in panels if panel["viewType"] == "Weave"])
+    (runs,) = spec["runSets"]
+    columns = {column.removeprefix("summary:") for column in runs["runFeed"]["columnOrder"]} - {"run:displayName"}
+    only_where_lost = {"stability/diverged_at"}
+    assert columns - only_where_lost <= set(wandb_file.summary(run)) | logged
+
+
 def test_the_tools_of_weights_and_biases_take_the_run(run: Path) -> None:
     """`wandb sync` would send it, and `wandb beta leet` shows it in a terminal until it is told to quit."""
     (offline,) = (run / "wandb").glob("offline-run-*")

@@ -18,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.monitor import Monitor
 from stabilize.commands.menu import known
 from stabilize.commands.training import Command, Trainer, offline_weights_and_biases, run
@@ -66,6 +67,7 @@ class Rounds(lightning.Callback):
         self.updates = len(self.kinds) * (rounds + 1) + 1
         self._order = self._shuffled(rounds + 1)
         self._current: tuple[str, int] | None = None
+        self._start = 0.0
         for monitor in monitors.values():
             monitor.every = monitor.every or 1  # which finds its layers when fit starts
 
@@ -144,13 +146,14 @@ class BenchTrainer(Trainer):
         datamodule.setup("fit")
         model.tokenizer = datamodule.tokenizer
         batch = next(iter(datamodule.train_dataloader()))
-        monitors = {type(c).__name__: c for c in self.callbacks if isinstance(c, Monitor)}
+        monitors = {type(c).__name__: c for c in self.callbacks if isinstance(c, Monitor)}  # type: ignore[has-type]
         if not any(monitor.every for monitor in monitors.values()):
             raise UserError("all diagnostics are off; --gradient_ratio.every 50 would do")
         counted = Rounds(monitors, rounds)
         with tempfile.TemporaryDirectory() as place:
             for monitor in monitors.values():
-                monitor.figures = False
+                if isinstance(monitor, LayerMonitor):
+                    monitor.figures = False
             self.callbacks = [counted, *monitors.values()]
             self.loggers = [CSVLogger(place, name="", version=""), offline_weights_and_biases(Path(place))]
             self.fit_loop.epoch_loop.max_steps = counted.updates

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import keyword
 import re
 from pathlib import Path
 from string import Template
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from stabilize import plugins
 from stabilize.commands.menu import MENU, key, known
+from stabilize.commands.words import Parser
 from stabilize.errors import UserError
 from stabilize.strategies import AXES, Part
 from stabilize.strategies.menu import menu
@@ -244,16 +244,9 @@ from torch.nn.utils import clip_grad_value_""",
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """One whose mistakes are told like all others of the command."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"new-strategy: {message}; stabilize new-strategy --help tells how it is used")
-
-
 def write(words: list[str]) -> int:
     """Write the package that the words ask for."""
-    parser = _Parser(prog="stabilize new-strategy", description=USAGE, allow_abbrev=False)
+    parser = Parser("new-strategy", USAGE)
     parser.add_argument("axis", metavar="AXIS", help=", ".join(MENU))
     parser.add_argument("name", metavar="NAME", help="what the class is called, such as HalvedSum")
     parser.add_argument("--folder", metavar="DIR", type=Path, help="where to write it, a folder that is not there yet")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import NoReturn
 
 from stabilize import plugins
+from stabilize.commands.words import Parser
 from stabilize.errors import UserError
 
 ABOUT = """Write one self-contained HTML page from run folders alone: a table with the verdict on each run, curves,
@@ -14,16 +13,9 @@ heat maps by layer and update, similarity matrices, translations, strategies, an
 stand side by side. The page asks for nothing from elsewhere, and is readable on a phone."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong as every verb does."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"report: {message}; stabilize report --help tells what it takes")
-
-
 def write(words: list[str]) -> int:
     """Write the page, and say where it is."""
-    parser = Parser("stabilize report", description=ABOUT, allow_abbrev=False)
+    parser = Parser("report", ABOUT)
     parser.add_argument("run", nargs="+", type=Path, help="a run folder, runs/<run id>")
     parser.add_argument("--out", type=Path, help="the file to write (default: report.html in the first run folder)")
     chosen = parser.parse_args(words)

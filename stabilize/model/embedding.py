@@ -78,4 +78,4 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """E h: `[..., width]` to `[..., vocabulary]`."""
-        return F.linear(hidden, self.form(self.weight))
+        return kernels.linear(hidden, self.form(self.weight))

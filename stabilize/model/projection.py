@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stabilize import kernels
 from stabilize.strategies import Site, Stabilizer
 from stabilize.strategies.initialization import Role
 
@@ -47,6 +48,6 @@ class Projection(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bias = F.pad(self.bias, (0, self.unbiased)) if self.unbiased else self.bias
         if not self.forms:
-            return F.linear(x, self.weight, bias)
+            return kernels.linear(x, self.weight, bias)
         groups = self.weight.chunk(len(self.forms))
-        return F.linear(x, torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)]), bias)
+        return kernels.linear(x, torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)]), bias)
