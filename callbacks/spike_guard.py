@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from stabilize import stats
 from stabilize.callbacks.monitor import Monitor, step_of
 from stabilize.errors import UserError
+from stabilize.gradients import Gradients
 from stabilize.precision import gradient_scale, loss_scale
-from stabilize.strategies import Gradients
 
 Policy: TypeAlias = Literal["report"]
 

@@ -27,11 +27,12 @@ from stabilize.data.tokenizer import Tokenizer
 from stabilize.decoding import BeamSearch
 from stabilize.errors import UserError, at_least
 from stabilize.evaluation import Evaluation, Translation
+from stabilize.gradients import Gradients
 from stabilize.loss import smoothed_cross_entropy
 from stabilize.metrics import CorpusBLEU
 from stabilize.model import EncoderDecoder, Sizes
 from stabilize.precision import unscale
-from stabilize.strategies import Clipping, Gradients, NoClipping, Part, Stabilizer
+from stabilize.strategies import Clipping, NoClipping, Part, Stabilizer
 from stabilize.tokens import PAD
 
 LOSS_UNIT = 1024.0

@@ -1,5 +1,6 @@
 """The menu: what keeps a deep Transformer stable, one class a strategy, one file an axis."""
 
+from stabilize.gradients import Gradients
 from stabilize.strategies.attention import (
     AttentionStabilizer,
     CosineAttention,
@@ -10,7 +11,7 @@ from stabilize.strategies.attention import (
     SoftCap,
     ValueResidual,
 )
-from stabilize.strategies.clipping import AdaptiveClipping, Clipping, GlobalNorm, Gradients, NoClipping, ZClip
+from stabilize.strategies.clipping import AdaptiveClipping, Clipping, GlobalNorm, NoClipping, ZClip
 from stabilize.strategies.epsilon import Epsilon, FixedEpsilon, LayerEpsilon, PrecisionEpsilon
 from stabilize.strategies.initialization import (
     GPT2,

@@ -1,0 +1,93 @@
+"""`stabilize bench diagnostics`: what it counts, and how it adds up."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from stabilize.callbacks import ActivationScale, AttentionEntropy, GradientRatio, SpikeGuard
+from stabilize.callbacks.monitor import Monitor
+from stabilize.cli import main
+from stabilize.commands.bench import NEVER, Rounds
+from stabilize.commands.training import MONITORS
+
+TINY = """
+model:
+  encoder_layers: 2
+  decoder_layers: 1
+  width: 8
+  heads: 2
+  hidden: 8
+data:
+  class_path: SyntheticCorpus
+  init_args: {train_pairs: 40, validation_pairs: 2, test_pairs: 0, vocabulary: 60, batch_tokens: 48}
+trainer: {accelerator: cpu}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "160")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
+def test_every_callback_has_a_row(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-c", "tiny.yaml", "--rounds", "2", "--gradient_ratio.every", "20"]
+    assert main(["bench", "diagnostics", *words]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()]
+    rows = {line[0]: line for line in lines if line[0] in {"all", *(kind.__name__ for kind in MONITORS.values())}}
+    assert set(rows) == {"all", *(kind.__name__ for kind in MONITORS.values())}
+    assert "20:" in rows["GradientRatio"]
+    assert rows["AttentionEntropy"][-1] == "off"
+    assert [path.name for path in here.iterdir()] == ["tiny.yaml"]  # no run folder
+
+
+def rounds(seconds: dict[str, tuple[float, float]], monitors: dict[str, Monitor]) -> Rounds:
+    """Three counted rounds in which an update takes a second, or what is given where it is recorded, or not."""
+    counted = Rounds(monitors, 3)
+    for name, every in counted.kinds:
+        of_two = seconds.get(name, (1.0, 1.0))
+        counted.seconds[name, every] = [99.0] + [of_two[0] if every == 1 else of_two[1]] * 3
+    return counted
+
+
+def test_what_is_seldom_recorded_costs_its_share() -> None:
+    monitors = {"Ratio": GradientRatio(every=50), "Guard": SpikeGuard(every=10), "Off": AttentionEntropy(every=0)}
+    counted = rounds({"Ratio": (1.5, 1.0), "Guard": (1.2, 1.1), "Off": (3.0, 1.0), "all": (1.7, 1.1)}, monitors)
+    assert counted.at_every_update("Ratio").median == pytest.approx(0.5)
+    assert counted.at_intervals("Ratio").median == pytest.approx(0.5 / 50)
+    assert counted.at_intervals("Guard").median == pytest.approx(0.1 + 0.1 / 10)
+    assert counted.at_intervals("Off") is None
+    assert counted.at_every_update("all").median == pytest.approx(0.7)
+    assert counted.at_intervals("all").median == pytest.approx(0.1 + 0.5 / 50 + 0.1 / 10)
+    assert counted.kinds["all", NEVER] == ["Ratio", "Guard"]
+
+
+def test_the_interval_is_that_of_the_rounds() -> None:
+    counted = rounds({}, {"Scale": ActivationScale(every=5)})
+    counted.seconds["Scale", 1] = [99.0, 1.0, 1.1, 1.2]
+    median, low, high = counted.at_every_update("Scale")
+    assert (median, low, high) == pytest.approx((0.1, 0.0, 0.2), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "stabilize bench diagnostics -c CONFIG would do"),
+        (["diagnostic"], "no benchmark diagnostic; nearest: diagnostics"),
+        (["diagnostics", "-c", "tiny.yaml", "--rounds", "1"], "bench.rounds is 1; 2 is the least"),
+        (
+            ["diagnostics", "-c", "tiny.yaml", *(f"--{key}.every=0" for key in MONITORS)],
+            "all diagnostics are off; --gradient_ratio.every 50 would do",
+        ),
+    ],
+)
+def test_mistakes_are_told(here: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
