@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,13 +16,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stabilize.callbacks import ActivationScale, AttentionEntropy, EpsilonAudit, GradientRatio, UpdateRatio
+from stabilize.callbacks import (
+    ActivationScale,
+    AttentionEntropy,
+    EpsilonAudit,
+    GradientRatio,
+    SpikeGuard,
+    UpdateRatio,
+)
 from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.commands import training
 from stabilize.errors import UserError
 from tests.callbacks.monitors import MONITORS, batch, stance, watched_task
 from tests.callbacks.test_layer_similarity import LiveTensors
 from tests.callbacks.tiny import TinyTask, batches, hooks, loader, records, trainer
+from tests.checkout import ROOT
 from tests.tasks import fit, small_trainer
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
@@ -54,6 +67,19 @@ def test_live_tensors_stay_the_same(tmp_path: Path) -> None:
     assert len(set(counter.counts[11::2])) == 1
     assert len(set(counter.counts[12::2])) == 1
     assert hooks(task) == 0
+
+
+def test_resident_memory_stays_the_same(tmp_path: Path) -> None:
+    """Over 200 updates with every callback at each of them, after 100 to warm up; the curves themselves are numbers."""
+    sizes: list[int] = []
+
+    class Resident(pl.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
+
+    monitors = [make() for make in MONITORS.values()]
+    fit(small_trainer(tmp_path, *monitors, Resident(), max_steps=300), watched_task(), [batch()] * 300)
+    assert sizes[299] - sizes[99] < 4 * 2**20
 
 
 @pytest.mark.parametrize("name", MONITORS)
@@ -187,3 +213,15 @@ def test_number_of_keys_is_bounded(tmp_path: Path, depth: int) -> None:
         assert len(rows[0]) - 1 <= 25
         assert {f"{kind}/encoder/layer_001", f"{kind}/encoder/layer_{depth:03d}"} <= set(rows[0])
     assert math.isfinite(monitors[0].summary()["activation_rms/encoder/slope"])
+
+
+def test_a_deep_run_has_as_many_keys_as_the_readme_says(tmp_path: Path) -> None:
+    said = re.search(r"18\+18 layers has (\d+) keys of diagnostics, (\d+) with everything on", README)
+    assert said
+    default = [kind(figures=False) if kind is not SpikeGuard else kind() for kind in training.MONITORS.values()]
+    for monitor in default:
+        monitor.every = min(monitor.every, 1)
+    for monitors, keys in ((default, said[1]), ([make() for make in MONITORS.values()], said[2])):
+        task = watched_task(encoder_layers=18, decoder_layers=18)
+        fit(small_trainer(tmp_path, *monitors, max_steps=1, logger=False), task, [batch()])
+        assert len({key for monitor in monitors for key in monitor.latest}) == int(keys)
