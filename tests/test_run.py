@@ -24,6 +24,7 @@ import yaml
 from stabilize.cli import main
 from stabilize.task import TranslationTask
 from tests import wandb_file
+from tests.checkout import ROOT
 from tests.tasks import ENGLISH, GERMAN, rows
 
 BLANK = 2
@@ -359,3 +360,73 @@ def test_a_run_goes_on_where_another_ended(run: Path, text: Text, tmp_path: Path
     steps = [row["trainer/global_step"] for row in wandb_file.history(resumed)]
     assert steps == sorted(steps)
     assert min(steps) >= 60
+
+
+# ---------------------------------------------------------------------- what others do to a run
+
+TALKATIVE = """
+import wandb
+from lightning.pytorch import Callback
+
+
+class Talkative(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        wandb.log({"mine/without_step": 1.0})
+        wandb.log({"mine/with_step": 1.0}, step=1000 + trainer.global_step)
+"""
+
+
+def test_numbers_survive_a_callback_that_logs_by_itself(
+    text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of its own, or none: the run's numbers all arrive, on their own axis (FIELD_REPORTS 3.7)."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "talkative.py").write_text(TALKATIVE)
+    (tmp_path / "own.yaml").write_text("trainer: {callbacks: [{class_path: talkative.Talkative}]}\n")
+    flags = [*text.flags, *shlex.split(TRAINING), "--test_after_fit", "false", "-c", str(tmp_path / "own.yaml")]
+    logged = wandb_file.history(folder := stabilize("fit", tmp_path / "runs", *flags))
+    assert sum("mine/with_step" in row for row in logged) > 0
+    for key in ("train/loss", "val/bleu", "gradient_ratio/decoder/first_to_last", "stability/spikes"):
+        expected = [(row["step"], row[key]) for row in rows(folder) if key in row]
+        found = [(row["trainer/global_step"], row[key]) for row in logged if key in row]
+        assert found == [(step, pytest.approx(value)) for step, value in expected]
+        assert found
+
+
+def started(where: Path, text: Text, *flags: str) -> subprocess.Popen[str]:
+    """The command in a process of its own."""
+    words = ["fit", f"--trainer.default_root_dir={where}", "--trainer.accelerator=cpu", *text.flags, *flags]
+    command = [sys.executable, "-m", "stabilize", *words, *shlex.split(MODEL)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def test_a_run_that_is_killed_leaves_its_numbers(text: Text, tmp_path: Path) -> None:
+    """In the table: all before the update that was said last (FIELD_REPORTS 3.5)."""
+    process = started(tmp_path, text, "--trainer.max_steps=1000000", "--trainer.log_every_n_steps=10")
+    assert process.stdout is not None
+    said = next(int(line.split()[1].rstrip(":")) for line in process.stdout if line.startswith("update 50:"))
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    (folder,) = tmp_path.iterdir()
+    steps = [row["step"] for row in rows(folder) if "train/loss" in row]
+    assert steps[: said // 10 - 1] == list(range(9, said - 10, 10))
+    assert json.loads((folder / "summary.json").read_text())["stability/verdict"]
+
+
+def test_two_processes_make_one_run(text: Text, tmp_path: Path) -> None:
+    """Flags as an agent of a sweep writes them: one folder, one voice, one model (FIELD_REPORTS 3.9)."""
+    flags = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=20", "--model.optimizer.lr=0.01"]
+    flags += ["--trainer.log_every_n_steps=10", "--gradient_ratio.every=10", "--spike_guard.every=10"]
+    process = started(tmp_path, text, *flags)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    (folder,) = tmp_path.iterdir()
+    assert len([line for line in output.splitlines() if line.startswith("update 10:") and "val/" not in line]) == 1
+    assert output.count("verdict: ") == 1
+    assert output.replace("\n", "").count(str(folder)) == 1
+    found = [row["train/tokens"] for row in rows(folder) if "train/tokens" in row]
+    assert len(found) == 2
+    assert json.loads((folder / "summary.json").read_text())["stability/verdict"]
+    assert len(list((folder / "wandb").glob("offline-run-*"))) == 1
