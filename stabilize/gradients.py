@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 
 class Gradients:
-    """Those of a whole update, before they are clipped.
+    """Those of one update.
 
     Args:
         parameters: which have them, or none.
@@ -20,13 +19,18 @@ class Gradients:
     def __init__(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
         self.parameters = parameters
         self.classifier = classifier
+        self._norm: tuple[list[tuple[int, int]], Tensor] | None = None
 
     @property
     def there(self) -> list[Tensor]:
         """All that are not none."""
         return [p.grad for p in self.parameters if p.grad is not None]
 
-    @cached_property
+    @property
     def norm(self) -> Tensor:
-        """L2 norm of all together, a scalar; taken once, whoever asks."""
-        return get_total_norm(self.there)
+        """L2 norm of all together, a scalar; taken once, whoever asks, until a gradient changes."""
+        gradients = self.there
+        stand = [(id(gradient), gradient._version) for gradient in gradients]
+        if self._norm is None or self._norm[0] != stand:
+            self._norm = stand, get_total_norm(gradients)
+        return self._norm[1]

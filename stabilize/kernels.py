@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def dropout(x: Tensor, rate: float) -> Tensor:
     """Zero a share `rate` of the entries and scale the rest by 1 / (1 - rate).
@@ -33,7 +35,8 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in the precision of `x` or that of autocast."""
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+    casts = torch.is_autocast_enabled("cpu") and x.dtype != torch.float64  # which autocast leaves alone
+    dtype = torch.get_autocast_dtype("cpu") if casts else x.dtype
     if not _compiled_by_shape(x, dtype):
         return F.linear(x, weight, bias)
     rows = x.numel() // x.size(-1)
@@ -43,8 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _compiled_by_shape(x: Tensor, dtype: torch.dtype) -> bool:
-    half = dtype in (torch.bfloat16, torch.float16)
-    return half and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return dtype in HALF and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -72,12 +74,13 @@ def mix(logits: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
     """Scaled dot-product attention `[batch, heads, length, head width]`.
 
-    torch's fused kernel has no dropout on the weights on a CPU.
+    On a CPU torch's fused kernel has no dropout on the weights, and is slow backward in half precision.
     """
     if _compiled_by_shape(query, query.dtype):
         with torch.autocast("cpu", enabled=False):
             return attend(query.float(), key.float(), value.float(), mask, rate).to(query.dtype)
-    if rate > 0 and query.device.type == "cpu":
+    learns = torch.is_grad_enabled() and query.requires_grad
+    if query.device.type == "cpu" and (rate > 0 or (learns and query.dtype in HALF)):
         return mix(logits(query, key), value, mask, rate)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
 

@@ -27,4 +27,6 @@ def unscale(trainer: pl.Trainer, optimizer: Optimizer) -> None:
 def _will_unscale(trainer: pl.Trainer, optimizer: Optimizer) -> bool:
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return fused and scaler is not None and scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+    if not fused or scaler is None or not scaler.is_enabled():
+        return False
+    return scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY

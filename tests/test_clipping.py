@@ -8,6 +8,7 @@ import json
 import math
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 
 from stabilize.callbacks import GradientRatio, SpikeGuard
 from stabilize.errors import UserError
@@ -35,15 +36,34 @@ def parameters(scale: float, dtype: torch.dtype = torch.float32) -> list[Tensor]
     return made
 
 
-def test_the_norm_is_that_of_all_entries_together_and_of_the_first_time_it_is_asked_for() -> None:
-    made = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 1)), nn.Parameter(torch.zeros(()))]
+def test_the_norm_is_that_of_all_entries_together_as_they_are() -> None:
+    half = torch.bfloat16
+    made = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 1, dtype=half)), nn.Parameter(torch.zeros(()))]
     for parameter, gradient in zip(made, ([3.0, 0.0], [[4.0], [0.0]], 12.0), strict=True):
-        parameter.grad = torch.tensor(gradient)
+        parameter.grad = torch.tensor(gradient, dtype=parameter.dtype)
     gradients = Gradients(made)
     assert gradients.norm.item() == pytest.approx(13.0)
+    assert gradients.norm is gradients.norm  # taken once
     GlobalNorm(1.0).clip(gradients)
-    assert gradients.norm.item() == pytest.approx(13.0)
-    assert Gradients(made).norm.item() == pytest.approx(1.0)
+    assert gradients.norm.item() == pytest.approx(1.0, rel=0.01)
+    made[0].grad = torch.tensor([math.nan, 0.0])
+    assert gradients.norm.isnan()
+
+
+class Doubles(pl.Callback):
+    """Changes the gradients after others have looked at them."""
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: Optimizer) -> None:
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1000.0)
+
+
+def test_what_is_clipped_are_the_gradients_as_callbacks_leave_them(tmp_path: Path) -> None:
+    task = small_task(clipping=GlobalNorm(VALUE), optimizer=functools.partial(SGD, lr=1.0))
+    before = [p.detach().clone() for p in task.parameters()]
+    fit(small_trainer(tmp_path, SpikeGuard(every=1), Doubles(), max_steps=1), task, [sentence_batch(0, 1, 2)])
+    moved = torch.cat([(p.detach() - b).flatten() for p, b in zip(task.parameters(), before, strict=True)])
+    assert moved.norm().item() == pytest.approx(VALUE, rel=1e-3)
 
 
 @pytest.mark.parametrize("fused", [False, True])

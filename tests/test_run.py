@@ -269,7 +269,8 @@ def test_the_workspace_shows_what_a_run_logs(run: Path, tmp_path: Path) -> None:
         assert curve["xAxis"] == "trainer/global_step"
         assert set(curve["metrics"]) <= logged
         pattern = curve.get("metricRegex")
-        assert curve["metrics"] or [key for key in logged if re.fullmatch(pattern, key)], curve
+        assert curve["metrics"] or len([key for key in logged if re.search(pattern, key)]) <= 2, curve
+        assert curve["metrics"] or any(re.search(pattern, key) for key in logged), curve
     pictures = {key for panel in panels for key in panel["config"].get("mediaKeys", [])}
     assert pictures
     assert pictures <= logged
@@ -405,10 +406,13 @@ def test_a_run_that_is_killed_leaves_its_numbers(text: Text, tmp_path: Path) -> 
     """In the table: all before the update that was said last (FIELD_REPORTS 3.5)."""
     process = started(tmp_path, text, "--trainer.max_steps=1000000", "--trainer.log_every_n_steps=10")
     assert process.stdout is not None
-    said = next(int(line.split()[1].rstrip(":")) for line in process.stdout if line.startswith("update 50:"))
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    try:
+        updates = (int(found[1]) for line in process.stdout if (found := re.match(r"update (\d+):", line)))
+        said = next(update for update in updates if update >= 50)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
     (folder,) = tmp_path.iterdir()
     steps = [row["step"] for row in rows(folder) if "train/loss" in row]
     assert steps[: said // 10 - 1] == list(range(9, said - 10, 10))
@@ -420,7 +424,10 @@ def test_two_processes_make_one_run(text: Text, tmp_path: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.max_steps=20", "--model.optimizer.lr=0.01"]
     flags += ["--trainer.log_every_n_steps=10", "--gradient_ratio.every=10", "--spike_guard.every=10"]
     process = started(tmp_path, text, *flags)
-    output, _ = process.communicate(timeout=300)
+    try:
+        output, _ = process.communicate(timeout=300)
+    finally:
+        process.kill()
     assert process.returncode == 0, output
     (folder,) = tmp_path.iterdir()
     assert len([line for line in output.splitlines() if line.startswith("update 10:") and "val/" not in line]) == 1

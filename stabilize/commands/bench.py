@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as lightning
 import torch
-from lightning.pytorch.loggers import CSVLogger
+import wandb
+from lightning.pytorch.accelerators import CPUAccelerator
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.monitor import Monitor
 from stabilize.commands.menu import known
-from stabilize.commands.training import Command, Trainer, offline_weights_and_biases, run
+from stabilize.commands.narrator import Narrator
+from stabilize.commands.training import Command, Trainer, offline_weights_and_biases, run, table
 from stabilize.data import TranslationData
 from stabilize.errors import UserError, at_least
 from stabilize.task import TranslationTask
@@ -105,9 +107,9 @@ class Rounds(lightning.Callback):
 
 def _cost(shares: Tensor) -> Cost:
     generator = torch.Generator().manual_seed(1)
-    drawn = shares[torch.randint(len(shares), (DRAWS, len(shares)), generator=generator)].median(1).values
+    drawn = shares[torch.randint(len(shares), (DRAWS, len(shares)), generator=generator)].quantile(0.5, dim=1)
     low, high = drawn.quantile(torch.tensor([0.025, 0.975])).tolist()
-    return Cost(shares.median().item(), low, high)
+    return Cost(shares.quantile(0.5).item(), low, high)
 
 
 class Same(IterableDataset[Any]):
@@ -134,8 +136,8 @@ class BenchTrainer(Trainer):
     ) -> None:
         """Show what each diagnostic costs: CPU time of the process, updates with it and without it in turn.
 
-        One batch, the first of fit, is trained on again and again, with the loggers of a run (Weights & Biases
-        offline) in a folder that is deleted at the end.
+        One batch, the first of fit, is an update, again and again, with the loggers of a run in a folder that is
+        deleted at the end. What Weights & Biases does in a process of its own is not counted.
 
         Args:
             rounds: updates of each kind that are compared.
@@ -143,6 +145,8 @@ class BenchTrainer(Trainer):
             weights_only: here so that a config of `fit` does; nothing else is ever read.
         """
         at_least("bench", rounds=(rounds, 2))
+        if self.world_size > 1 or not isinstance(self.accelerator, CPUAccelerator):
+            raise UserError("bench counts the CPU time of one process; --trainer.accelerator cpu --trainer.devices 1")
         datamodule.setup("fit")
         model.tokenizer = datamodule.tokenizer
         batch = next(iter(datamodule.train_dataloader()))
@@ -154,35 +158,40 @@ class BenchTrainer(Trainer):
             for monitor in monitors.values():
                 if isinstance(monitor, LayerMonitor):
                     monitor.figures = False
+            folder = Path(place)
             self.callbacks = [counted, *monitors.values()]
-            self.loggers = [CSVLogger(place, name="", version=""), offline_weights_and_biases(Path(place))]
+            self.loggers = [table(folder), offline_weights_and_biases(folder), Narrator(folder)]
             self.fit_loop.epoch_loop.max_steps = counted.updates
             self.fit_loop.max_epochs = -1
-            self.limit_val_batches = 0
-            with Console().status(f"{counted.updates} updates"):
-                self.fit(model, DataLoader(Same(batch), batch_size=None, collate_fn=_unchanged))
-        Console().print(_table(counted))
+            self.accumulate_grad_batches, self.limit_val_batches = 1, 0
+            self.limit_train_batches = self.val_check_interval = 1.0
+            try:
+                with Console().status(f"{counted.updates} updates"):
+                    self.fit(model, DataLoader(Same(batch), batch_size=None, collate_fn=_unchanged), [])
+            finally:
+                wandb.finish()  # while its folder is there
+        Console().print(_costs(counted))
 
 
 def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _table(counted: Rounds) -> Table:
-    table = Table(box=box.SIMPLE, title="CPU time above that of an update without diagnostics, median (95 % interval)")
+def _costs(counted: Rounds) -> Table:
+    shown = Table(box=box.SIMPLE, title="CPU time above that of an update without diagnostics, median (95 % interval)")
     for heading in ("callback", "recorded at every update", "at its interval"):
-        table.add_column(heading)
+        shown.add_column(heading)
     for name in [*counted.monitors, "all"]:
         sometimes = counted.at_intervals(name)
         if name == "all":
             interval = "as above"
-            table.add_section()
+            shown.add_section()
         else:
             interval = f"every {counted.intervals[name]}"
-        table.add_row(
+        shown.add_row(
             name, str(counted.at_every_update(name)), "off" if sometimes is None else f"{interval}: {sometimes}"
         )
-    return table
+    return shown
 
 
 class BenchCommand(Command):
@@ -193,7 +202,8 @@ class BenchCommand(Command):
 
 def measure(words: Sequence[str]) -> int:
     """Carry out `stabilize bench TOPIC`."""
-    if not words or words[0].startswith("-"):
+    if not words or (words[0].startswith("-") and not {"-h", "--help"} & set(words)):
         raise UserError(f"bench needs to be told what to measure; stabilize bench {TOPICS[0]} -c CONFIG would do")
-    known(words[0], TOPICS, "benchmark")
-    return run(["bench", *words[1:]], BenchCommand)
+    topic, *rest = words if not words[0].startswith("-") else (TOPICS[0], *words)
+    known(topic, TOPICS, "benchmark")
+    return run(["bench", *rest], BenchCommand)

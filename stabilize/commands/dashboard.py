@@ -13,7 +13,8 @@ from stabilize.commands.words import Parser
 from stabilize.errors import UserError
 
 ABOUT = """Build a workspace in Weights & Biases: translations and their scores, stability, gradient, similarity and
-scale of each layer, heat maps, and a table of runs that sorts by stability. Needs the extra `dashboard`."""
+scale of each layer, heat maps, and a table of runs with verdict, worst ratio and best score. Needs the extra
+`dashboard`."""
 
 UPDATES = "trainer/global_step"
 """The axis of every curve."""
@@ -32,7 +33,7 @@ COLUMNS = (
 
 def _each_layer(title: str, key: str, **options: Any) -> list[dict[str, Any]]:
     """For each stack the curves of all its layers."""
-    return [{"title": f"{title}, {stack}", "metric_regex": f"{key}/{stack}/layer_.*", **options} for stack in STACKS]
+    return [{"title": f"{title}, {stack}", "metric_regex": f"^{key}/{stack}/layer_.*$", **options} for stack in STACKS]
 
 
 CURVES: dict[str, list[dict[str, Any]]] = {
@@ -65,7 +66,16 @@ CURVES: dict[str, list[dict[str, Any]]] = {
 }
 """By section: of keys, or of all keys that a pattern fits."""
 
-MAPS = ("gradient_ratio", "layer_similarity", "layer_similarity_centered", "similarity_matrix", "activation_rms")
+MAPS = (
+    "gradient_ratio",
+    "layer_similarity",
+    "layer_similarity_centered",
+    "similarity_matrix",
+    "similarity_matrix_centered",
+    "activation_rms",
+    "update_ratio",
+    "epsilon_audit",
+)
 """Pictures of all layers, by update or of the last record; one of each stack."""
 
 
@@ -92,7 +102,9 @@ def build(words: list[str]) -> int:
         return 0
     if not wandb.login(prompt=False, verify=False):
         raise UserError("dashboard: nobody is logged in to Weights & Biases; wandb login, or --spec FILE, would do")
-    entity = chosen.entity or str(wandb.Api().default_entity)
+    entity = chosen.entity or wandb.Api().default_entity
+    if not entity:
+        raise UserError("dashboard: it is not known whose project this is; --entity TEAM would do")
     print(_workspace(workspaces, entity, chosen.project, chosen.name).save().url)
     return 0
 

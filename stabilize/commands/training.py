@@ -231,8 +231,7 @@ class Command(LightningCLI):
         folder = run_folder(Path(given.get("default_root_dir") or "runs"))
         kwargs |= {"default_root_dir": str(folder)}
         if given.get("logger") in (None, True) and not given.get("barebones"):
-            table = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
-            kwargs["logger"] = [table, weights_and_biases(folder)]
+            kwargs["logger"] = [table(folder), weights_and_biases(folder)]
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -337,6 +336,11 @@ def run_folder(root: Path) -> Path:
 def folder_name() -> str:
     """A name by the time, which no other folder has."""
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
+
+
+def table(folder: Path) -> Logger:
+    """Every metric by update, in `folder`/metrics.csv, up to date after each record."""
+    return CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
 
 
 def weights_and_biases(folder: Path) -> Logger:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,7 @@ from stabilize.callbacks import (
 from stabilize.callbacks.monitor import Monitor
 from stabilize.data.batch import Batch
 from stabilize.strategies import NoWarmup, PostNorm, Stabilizer
+from stabilize.task import TranslationTask
 from tests.tasks import fit, sentence_batch, small_task, small_trainer
 
 MONITORS: dict[str, Callable[..., Monitor]] = {
@@ -71,3 +74,20 @@ def padded(given: Batch, columns: int = 7) -> Batch:
 def stance() -> str:
     """What torch.compile does now."""
     return torch._dynamo.eval_frame._stance.stance
+
+
+class Report(pl.Callback):
+    """Writes what the monitors of this rank last had to say."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        latest = [getattr(callback, "latest", {}) for callback in trainer.callbacks]
+        path = Path(trainer.default_root_dir) / f"rank_{trainer.global_rank}.json"
+        path.write_text(json.dumps({key: value for one in latest for key, value in one.items()}))
+
+
+class Shares(TranslationTask):
+    """Every rank takes sentences of its own: as many batches, of unequal size."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        mine = sentence_batch(0, 1) if self.global_rank == 0 else sentence_batch(2, 3, 4, 5)
+        return super().training_step(mine, batch_idx)

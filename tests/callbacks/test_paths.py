@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from pathlib import Path
 
@@ -11,15 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
 
 from stabilize.callbacks.monitor import step_of
-from stabilize.data.batch import Batch
 from stabilize.model.layer import compiled_run
-from stabilize.task import TranslationTask
+from tests.callbacks import parity
 from tests.callbacks.monitors import MONITORS, batch, padded, parts, stance, watch, watched_task
 from tests.callbacks.tiny import hooks
-from tests.tasks import fit, sentence_batch, small_trainer
+from tests.tasks import fit, small_trainer
 
 COARSE = ("epsilon_audit", "stability")
 """Counts: a position more or less is a step, not an error."""
@@ -93,8 +90,7 @@ def test_bfloat16(tmp_path: Path, expected: dict[str, float]) -> None:
 
 
 def test_scaled_float16(tmp_path: Path, expected: dict[str, float]) -> None:
-    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
-    found = watch(tmp_path, watched_task(), [batch()], plugins=[plugin])
+    found = parity.scaled(tmp_path)
     assert found.pop("stability/skipped_updates") == 0
     assert_same(found, expected, 0.05)
 
@@ -140,27 +136,14 @@ def test_a_step_that_learns_nothing_has_no_record(tmp_path: Path, name: str) -> 
     assert hooks(task) == 0
 
 
-class Report(pl.Callback):
-    """Writes what the monitors of this rank last had to say."""
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        latest = [getattr(callback, "latest", {}) for callback in trainer.callbacks]
-        path = Path(trainer.default_root_dir) / f"rank_{trainer.global_rank}.json"
-        path.write_text(json.dumps({key: value for one in latest for key, value in one.items()}))
-
-
-class Shares(TranslationTask):
-    """Every rank takes sentences of its own: as many batches, of unequal size."""
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        mine = sentence_batch(0, 1) if self.global_rank == 0 else sentence_batch(2, 3, 4, 5)
-        return super().training_step(mine, batch_idx)
-
-
 def test_two_ranks(tmp_path: Path, expected: dict[str, float]) -> None:
-    monitors = [make() for make in MONITORS.values()]
-    trainer = small_trainer(tmp_path, *monitors, Report(), max_steps=1, devices=2, strategy="ddp_spawn")
-    fit(trainer, watched_task(kind=Shares), [batch()])
-    for rank in (0, 1):
-        found = json.loads((tmp_path / f"rank_{rank}.json").read_text())
-        assert_same(found, expected, 1e-4, without="layer_similarity_centered")
+    assert_same(parity.two_ranks(tmp_path), expected, 1e-4, without="layer_similarity_centered")
+
+
+def test_a_number_that_is_missing_is_no_parity() -> None:
+    found = {"a/x": math.nan, "b/x": 1.1, "b/y": 2.0}
+    assert parity.differences(found, {"a/x": 1.0, "b/x": 1.0, "b/y": 2.0, "c/x": 0.0}) == {
+        "a": math.inf,
+        "b": pytest.approx(0.1),
+        "c": math.inf,
+    }

@@ -12,6 +12,7 @@ from stabilize.callbacks.monitor import Monitor
 from stabilize.cli import main
 from stabilize.commands.bench import NEVER, Rounds
 from stabilize.commands.training import MONITORS
+from tests.checkout import ROOT
 
 TINY = """
 model:
@@ -36,9 +37,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no `val_dataloader`")
 def test_every_callback_has_a_row(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["-c", "tiny.yaml", "--rounds", "2", "--gradient_ratio.every", "20"]
+    words += ["--trainer.accumulate_grad_batches", "3", "--trainer.val_check_interval", "0.25"]
     assert main(["bench", "diagnostics", *words]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()]
     rows = {line[0]: line for line in lines if line[0] in {"all", *(kind.__name__ for kind in MONITORS.values())}}
@@ -74,12 +75,32 @@ def test_the_interval_is_that_of_the_rounds() -> None:
     counted.seconds["Scale", 1] = [99.0, 1.0, 1.1, 1.2]
     median, low, high = counted.at_every_update("Scale")
     assert (median, low, high) == pytest.approx((0.1, 0.0, 0.2), abs=1e-6)
+    counted.seconds["Scale", 1] = [99.0, 1.0, 1.1, 1.3, 1.9]
+    counted.seconds["none", NEVER] = [1.0] * 5
+    assert counted.at_every_update("Scale").median == pytest.approx(0.2)
+
+
+def test_the_config_of_the_readme_is_one_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs" / "benchmarks" / "diagnostics.yaml")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "diagnostics", "-c", config, "--print_config"])
+    assert end.value.code == 0
+    assert "batch_tokens: 2048" in capsys.readouterr().out
+
+
+def test_help_is_given_with_and_without_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["diagnostics", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(["bench", *words])
+        assert end.value.code == 0
+        assert "--rounds" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ([], "stabilize bench diagnostics -c CONFIG would do"),
+        (["diagnostics", "-c", "tiny.yaml", "--trainer.devices", "2"], "bench counts the CPU time of one process"),
         (["diagnostic"], "no benchmark diagnostic; nearest: diagnostics"),
         (["diagnostics", "-c", "tiny.yaml", "--rounds", "1"], "bench.rounds is 1; 2 is the least"),
         (
