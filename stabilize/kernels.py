@@ -9,10 +9,12 @@ for each length, are made in float32, where nothing is compiled.
 from __future__ import annotations
 
 import ctypes
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 HALF = (torch.bfloat16, torch.float16)
 HUGE_PAGE = 2**21
@@ -42,10 +44,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = torch.get_autocast_dtype("cpu") if casts else x.dtype
     if not _compiled_by_shape(x, dtype):
         return F.linear(x, weight, bias)
+    return cast(Tensor, _Filled.apply(x, weight, bias, dtype))
+
+
+class _Filled(torch.autograd.Function):
+    """A linear layer in half precision whose rows are filled up with zeros, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        filled, cast_weight = _fill(x, dtype), weight.to(dtype)
+        ctx.save_for_backward(filled, cast_weight)
+        ctx.shape, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
+        y = filled @ cast_weight.t() if bias is None else torch.addmm(bias.to(dtype), filled, cast_weight.t())
+        return y[: x.numel() // x.size(-1)].view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        (filled, weight), (needs_x, needs_weight, needs_bias, _) = ctx.saved_tensors, ctx.needs_input_grad
+        rows, grad = grad.numel() // grad.size(-1), _fill(grad, weight.dtype)
+        x = (grad @ weight)[:rows].view(ctx.shape).to(ctx.dtype) if needs_x else None
+        w = (grad.t() @ filled).to(ctx.weight_dtype) if needs_weight else None
+        b = grad.sum(0, dtype=torch.float32).to(ctx.weight_dtype) if needs_bias else None
+        return x, w, b, None
+
+
+def _fill(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., width]` as `[rows, width]`, with zeros behind: eight numbers of rows between one and twice as many."""
     rows = x.numel() // x.size(-1)
-    step = max(32, 2 ** (rows.bit_length() - 4))  # eight numbers between one and twice as many
-    filled = F.pad(x.reshape(rows, x.size(-1)).to(dtype), (0, 0, 0, -rows % step))
-    return F.linear(filled, weight, bias)[:rows].view(*x.shape[:-1], weight.size(0))
+    step = max(32, 2 ** (rows.bit_length() - 4))
+    filled = torch.empty(rows + -rows % step, x.size(-1), dtype=dtype)
+    filled[:rows].copy_(x.reshape(rows, x.size(-1)))
+    filled[rows:].zero_()
+    return filled
 
 
 def _compiled_by_shape(x: Tensor, dtype: torch.dtype) -> bool:

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ENTRIES_AT_ONCE = {True: 2**19, False: 2**26}
+"""Logits whose loss is computed together: on a CPU as many as its cache holds, elsewhere as many as memory bears."""
 
 
 def smoothed_cross_entropy(
@@ -33,33 +37,41 @@ def smoothed_cross_entropy(
 class _SmoothedCrossEntropy(torch.autograd.Function):
     """The gradient by the logits in closed form, (1 + 2 z_loss log Z) p - smoothing / V - (1 - smoothing) [v = label].
 
-    torch's own way through nll_loss and mean makes and adds two more tensors of the logits' size; at a vocabulary of
-    thousands they are a tenth of a training step.
+    It is made with the loss, some rows at a time: at a vocabulary of thousands
+    torch's own way through nll_loss and mean reads and writes tensors of the logits' size ten times, in float32.
     """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-        log_p = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-        right = log_p.gather(1, labels[:, None])
-        log_z = logits.gather(1, labels[:, None]).float() - right if z_loss else None
-        ctx.save_for_backward(log_p, labels, log_z)
-        ctx.smoothing, ctx.z_loss, ctx.dtype = smoothing, z_loss, logits.dtype
-        nll = -right.sum()
+        loss, nll = logits.new_zeros(2, dtype=torch.float32)
+        # In float16 the small ones would be lost before they are scaled.
+        kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
+        gradient = torch.empty_like(logits, dtype=kept) if ctx.needs_input_grad[0] else None
+        at_once = max(1, ENTRIES_AT_ONCE[logits.device.type == "cpu"] // logits.size(1))
+        for start in range(0, len(logits), at_once):
+            rows = slice(start, start + at_once)
+            log_p, label = F.log_softmax(logits[rows], dim=-1, dtype=torch.float32), labels[rows, None]
+            right = log_p.gather(1, label)
+            log_z = logits[rows].gather(1, label).float() - right
+            nll -= right.sum()
+            loss -= (1 - smoothing) * right.sum()
+            if smoothing:
+                loss -= smoothing / logits.size(1) * log_p.sum()
+            if z_loss:
+                loss += z_loss * log_z.square().sum()
+            if gradient is not None:
+                part = log_p.exp_().mul_(1 + 2 * z_loss * log_z) if z_loss else log_p.exp_()
+                if smoothing:
+                    part -= smoothing / logits.size(1)
+                part.scatter_add_(1, label, part.new_full(label.shape, smoothing - 1))
+                gradient[rows] = part
+        ctx.save_for_backward(gradient)
+        ctx.dtype = logits.dtype
         ctx.mark_non_differentiable(nll)
-        loss = nll.clone()
-        if smoothing:
-            loss = (1 - smoothing) * nll - smoothing / logits.size(1) * log_p.sum()
-        if log_z is not None:
-            loss += z_loss * log_z.square().sum()
         return loss, nll
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        log_p, labels, log_z = ctx.saved_tensors
-        gradient = log_p.exp()
-        if log_z is not None:
-            gradient *= 1 + 2 * ctx.z_loss * log_z
-        if ctx.smoothing:
-            gradient -= ctx.smoothing / log_p.size(1)
-        gradient.scatter_add_(1, labels[:, None], gradient.new_full((len(labels), 1), ctx.smoothing - 1))
+        (gradient,) = ctx.saved_tensors
         return (gradient * grad).to(ctx.dtype), None, None, None

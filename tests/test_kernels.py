@@ -38,25 +38,36 @@ def test_linear_is_torchs_forward_and_backward(shape: tuple[int, ...], dtype: to
         torch.testing.assert_close(mine, torchs, rtol=0.02, atol=0.02 * max(1.0, shape[0]) ** 0.5)
 
 
-def test_linear_follows_autocast() -> None:
-    x, weight = torch.randn(5, 16), torch.randn(24, 16)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert kernels.linear(x, weight).dtype == torch.bfloat16
-    assert kernels.linear(x, weight).equal(F.linear(x, weight))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_follows_autocast(dtype: torch.dtype) -> None:
+    """Also on a view that is not contiguous, and with gradients in the parameters' own precision."""
+    x, weight, bias = torch.randn(9, 16, 5), torch.randn(24, 16), torch.randn(24)
+    found = []
+    for linear in (kernels.linear, F.linear):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        with torch.autocast("cpu", dtype=dtype):
+            y = linear(leaves[0].transpose(1, 2), *leaves[1:])
+        assert y.dtype == dtype
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for mine, torchs in zip(*found, strict=True):
+        assert mine.dtype == torchs.dtype
+        torch.testing.assert_close(mine, torchs, rtol=0.05, atol=0.05 * torchs.abs().max().item())
+    assert kernels.linear(x.transpose(1, 2), weight).equal(F.linear(x.transpose(1, 2), weight))
+    with torch.autocast("cpu", dtype=dtype):
+        assert kernels.linear(weight.double(), weight.double()).dtype == torch.float64
 
 
-def test_products_in_half_precision_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_asks_for_no_gradient_that_nobody_wants() -> None:
+    x, weight = (torch.randn(size, dtype=torch.bfloat16) for size in ((3, 16), (24, 16)))
+    assert not kernels.linear(x, weight).requires_grad
+    y = kernels.linear(x, weight.requires_grad_())
+    y.sum().backward()
+    torch.testing.assert_close(weight.grad, x.sum(0).expand(24, 16), rtol=0.02, atol=0.02)
+
+
+def test_products_in_half_precision_have_few_shapes() -> None:
     """Eight numbers of rows in an octave, each at most an eighth larger than asked for above 256."""
-    seen: dict[int, int] = {}
-    plain = F.linear
-
-    def linear(x: Tensor, *others: Tensor) -> Tensor:
-        seen[rows] = len(x)
-        return plain(x, *others)
-
-    monkeypatch.setattr(F, "linear", linear)
-    for rows in range(1, 4097):
-        kernels.linear(torch.zeros(rows, 1, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.bfloat16))
+    seen = {rows: len(kernels._fill(torch.zeros(rows, 1), torch.bfloat16)) for rows in range(1, 4097)}
     assert all(rows <= made <= max(rows + 31, 1.125 * rows) for rows, made in seen.items())
     assert len({made for made in seen.values() if 2048 < made <= 4096}) == 8
     assert len(set(seen.values())) <= 8 * 5

@@ -159,3 +159,18 @@ def test_a_task_hands_its_z_loss_on() -> None:
     plain, weighted = (small_task(z_loss=weight).loss(batch) for weight in (0.0, 0.1))
     assert weighted[0] > plain[0]
     assert weighted[1].equal(plain[1])
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_it_is_the_same_however_many_rows_are_taken_at_once(z_loss: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, labels = torch.randn(50, 20), torch.randint(20, (50,))
+    found = []
+    for entries in (20, 7 * 20, 2**20):
+        monkeypatch.setattr("stabilize.loss.ENTRIES_AT_ONCE", {True: entries})
+        leaf = logits.clone().requires_grad_()
+        loss, nll = smoothed_cross_entropy(leaf, labels, 0.1, z_loss)
+        loss.backward()
+        found.append((loss, nll, leaf.grad))
+    for other in found[1:]:
+        assert other[2].equal(found[0][2])
+        torch.testing.assert_close(other[:2], found[0][:2], rtol=1e-6, atol=0)
