@@ -4,6 +4,7 @@ from stabilize.callbacks.activation_scale import ActivationScale
 from stabilize.callbacks.attention_entropy import AttentionEntropy
 from stabilize.callbacks.epsilon_audit import EpsilonAudit
 from stabilize.callbacks.gradient_ratio import GradientRatio
+from stabilize.callbacks.interruption import Interruption
 from stabilize.callbacks.layer_similarity import LayerSimilarity
 from stabilize.callbacks.progress_bar import ProgressBar
 from stabilize.callbacks.progress_lines import ProgressLines
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionEntropy",
     "EpsilonAudit",
     "GradientRatio",
+    "Interruption",
     "LayerSimilarity",
     "ProgressBar",
     "ProgressLines",

@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.optim import Optimizer
 
 from stabilize.errors import UserError
 
 ADVICE = "give the one it was made with"
+
+
+class DurableFiles(TorchCheckpointIO):
+    """A checkpoint is there whole or not at all, whenever the process, or the machine, goes down.
+
+    It is written beside its place, brought to the disk, and only then given its name. Each part has a checksum, by
+    which `read` knows a file that has been damaged since.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write the file.
+
+        Raises:
+            UserError: it cannot be written; what was there before is untouched.
+        """
+        place = Path(path)
+        partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(place)
+            _to_disk(place.parent)
+        except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError where the disk is full
+            partial.unlink(missing_ok=True)
+            said = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise UserError(
+                f"the checkpoint {place} cannot be written: {said}; checkpoints of before are whole{such_as()}"
+            ) from error
+
+
+def _to_disk(folder: Path) -> None:
+    """Bring the names in a folder to the disk, where the system knows how."""
+    try:
+        directory = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest good checkpoint of the runs in `folder`; damaged ones are passed over with a warning."""
+    found = sorted(folder.glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in found:
+        try:
+            read(path)
+        except UserError:
+            warnings.warn(f"{path} is damaged; the one before it is taken", stacklevel=2)
+        else:
+            return path
+    return None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -23,8 +82,9 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"ckpt_path is {path}, but there is no such file{such_as()}")
     try:
-        with warnings.catch_warnings(action="ignore"):
-            saved = torch.load(path, map_location="cpu", weights_only=True)
+        with zipfile.ZipFile(path) as parts, warnings.catch_warnings(action="ignore"):
+            whole = parts.testzip() is None  # torch writes checksums, and does not look at them
+            saved = torch.load(path, map_location="cpu", weights_only=True) if whole else None
     except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
         saved = None
     if not isinstance(saved, dict) or not {"task", "tokenizer", "state_dict"} <= saved.keys():

@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from stabilize import generators
 from stabilize.checkpoint import check_model, check_optimizer, settings
 from stabilize.data.batch import Batch
 from stabilize.data.tokenizer import Tokenizer
@@ -102,6 +103,7 @@ class TranslationTask(LightningModule):
         """Of the update being made."""
         self._tally = _Tally()
         self._optimizers_before: list[dict[str, Any]] = []
+        self._generators_before: list[dict[str, Any]] = []
         self._tokens_seen = 0
         self._since_log = [0.0, 0.0, 0.0]
         """Loss, nll and tokens between a checkpoint and the log before it."""
@@ -188,6 +190,9 @@ class TranslationTask(LightningModule):
         return loss, nll, len(labels)
 
     def on_train_start(self) -> None:
+        if len(self._generators_before) == self.trainer.world_size:  # else other processes draw other numbers
+            generators.restore(self._generators_before[self.global_rank])
+        self._generators_before = []
         self._tally.restart()
         if self.trainer.is_global_zero:  # it is the sum of all ranks
             self._tally.take(self._since_log)
@@ -288,6 +293,13 @@ class TranslationTask(LightningModule):
             torch.distributed.all_reduce(sums)
         return sums
 
+    def _of_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """What each rank has."""
+        all_have = [mine] * self.trainer.world_size
+        if self.trainer.world_size > 1:
+            torch.distributed.all_gather_object(all_have, mine)
+        return all_have
+
     # ------------------------------------------------------------------ evaluation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
@@ -380,6 +392,7 @@ class TranslationTask(LightningModule):
         checkpoint["optimizers"] = [settings(optimizer) for optimizer in self.trainer.optimizers]  # none in a test
         checkpoint["tokens_seen"] = self._tokens_seen
         checkpoint["since_log"] = self._over_ranks(self._tally.since_log(self.device)).tolist()
+        checkpoint["generators"] = self._of_ranks(generators.state())
         checkpoint["clipping"] = {"class": type(self.clipping).__name__, "state": self.clipping.state()}
 
     def check(self, checkpoint: dict[str, Any]) -> None:
@@ -398,6 +411,7 @@ class TranslationTask(LightningModule):
         """
         self.check(checkpoint)
         self._optimizers_before = checkpoint["optimizers"]
+        self._generators_before = checkpoint["generators"]
         if checkpoint["tokenizer"] != self.tokenizer.model:
             raise UserError(
                 f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tokens": set(),
     "plugins": set(),
     "kernels": set(),
+    "generators": set(),
     "gradients": set(),
     "precision": set(),
     "stats": set(),
@@ -37,8 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "callbacks": {"gradients", "precision", "stats"},
     "checkpoint": set(),
     "task": {
-        *("checkpoint", "data", "decoding", "evaluation", "gradients", "loss", "metrics", "model", "precision"),
-        *("strategies", "stats"),
+        *("checkpoint", "data", "decoding", "evaluation", "generators", "gradients", "loss", "metrics", "model"),
+        *("precision", "strategies", "stats"),
     },
 }
 MAY_IMPORT["commands"] = set(MAY_IMPORT)

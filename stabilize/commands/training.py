@@ -19,6 +19,7 @@ import jsonargparse._typehints
 import lightning.pytorch as lightning
 import wandb
 from jsonargparse import ArgumentError, Namespace
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as BasicProgressBar
@@ -34,6 +35,7 @@ from stabilize.callbacks import (
     AttentionEntropy,
     EpsilonAudit,
     GradientRatio,
+    Interruption,
     LayerSimilarity,
     ProgressBar,
     ProgressLines,
@@ -70,6 +72,9 @@ NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
+
+NEWEST = ("last", "auto")
+"""In place of a path, the newest good checkpoint of all runs; where there is none, `auto` starts from nothing."""
 
 LOOKING = ("explain", "probe", "bench")
 """Verbs that carry out no run: they need no weights and leave no run folder."""
@@ -236,6 +241,8 @@ class Command(LightningCLI):
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
                 callback.dirpath = str(folder / "checkpoints")
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
+            trainer.strategy.checkpoint_io = checkpoint.DurableFiles()
         if trainer.loggers:
             trainer.loggers = [*trainer.loggers, Narrator(folder)]
         return trainer
@@ -260,6 +267,7 @@ class Command(LightningCLI):
             callbacks = [*callbacks, ProgressLines()]
         elif not own_bar:
             callbacks = [*callbacks, ProgressBar()]
+        callbacks = [*callbacks, Interruption()]  # after all that look at an update: their state is saved too
         return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
@@ -267,13 +275,28 @@ class Command(LightningCLI):
 
     def _check_checkpoint(self) -> None:
         """Refuse a checkpoint of another model, or none, before a run folder is made and text is read."""
-        path = self._get(self.config_init, "ckpt_path")
+        path = self._chosen_checkpoint()
         if path is not None:
             saved = checkpoint.read(Path(path))
             self.model.check(saved)
             self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
         elif self.subcommand not in ("fit", *LOOKING):
             raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
+
+    def _chosen_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from, its name in place of `last` and `auto`."""
+        asked = self._get(self.config_init, "ckpt_path")
+        if asked not in NEWEST:
+            return None if asked is None else Path(asked)
+        folder = Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs")
+        path = checkpoint.newest(folder)
+        if path is None and asked == "last":
+            raise UserError(
+                f"ckpt_path is last, but no run in {folder} has a checkpoint; auto would start from nothing"
+            )
+        self.config_init[self.subcommand].ckpt_path = None if path is None else str(path)
+        print("a fresh start: there is no checkpoint yet" if path is None else f"goes on from {path}", flush=True)
+        return path
 
     def before_fit(self) -> None:
         if self.trainer.is_global_zero:

@@ -6,14 +6,18 @@ import os
 import signal
 from typing import Any
 
-from lightning.pytorch import Callback
+import lightning.pytorch as pl
 
 
-class SendSignal(Callback):
-    """Sends `name` to this process after the first update."""
+class SendSignal(pl.Callback):
+    """Sends `name` to this process at the start of an update, so many times."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, update: int = 1, times: int = 1) -> None:
         self.number = signal.Signals[name]
+        self.update, self.times = update, times
 
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        os.kill(os.getpid(), self.number)
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.update - 1:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+            self.times = 0

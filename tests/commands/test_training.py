@@ -188,8 +188,6 @@ def test_weights_are_asked_for(trained: Path, here: Path, capsys: pytest.Capture
     for verb in ("validate", "test", "predict"):
         message = refused(capsys, verb, f"--config={trained}/config.yaml")
         assert message.startswith(f"{verb} needs weights: --ckpt_path")
-    message = refused(capsys, "fit", f"--config={trained}/config.yaml", "--ckpt_path=last")
-    assert message.startswith("ckpt_path is last, but there is no such file")
 
 
 # ---------------------------------------------------------------------- settings
@@ -491,14 +489,72 @@ def test_a_log_file_stays_short(here: Path, capfd: pytest.CaptureFixture[str]) -
     assert lines[-1].startswith("run folder: runs/")
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-def test_a_signal_ends_the_run_without_a_traceback(
-    name: str, code: int, here: Path, capfd: pytest.CaptureFixture[str]
+SIGNALS = pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+
+
+@pytest.fixture
+def signalled(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Trains for six updates and sends a signal in the third; the exit code and all that was said."""
+
+    def train(name: str, times: int, *words: str) -> tuple[int, str]:
+        (here / "signal.yaml").write_text(
+            "trainer:\n  logger: false\n  callbacks:\n  - class_path: tests.commands.cues.SendSignal\n"
+            f"    init_args: {{name: {name}, update: 3, times: {times}}}\n"
+        )
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+        code = main(["fit", "--config=tiny.yaml", "--config=signal.yaml", "--trainer.max_steps=6", *words])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, before)
+        output = capfd.readouterr()
+        assert "Traceback" not in output.err
+        return code, output.out.replace("\n", "")
+
+    return train
+
+
+@SIGNALS
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_that_is_asked_to_end_goes_on_as_if_nothing_had_happened(
+    name: str, code: int, accumulate: int, here: Path, signalled: Callable[..., tuple[int, str]]
 ) -> None:
-    (here / "signal.yaml").write_text(
-        "trainer:\n  logger: false\n  callbacks:\n  - class_path: tests.commands.cues.SendSignal\n"
-        f"    init_args: {{name: {name}}}\n"
+    words = ["--model.dropout=0.1", f"--trainer.accumulate_grad_batches={accumulate}", "--model.optimizer.lr=0.01"]
+    ended, said = signalled(name, 1, *words)
+    assert ended == code
+    (run,) = runs(here)
+    assert f"{name}: the update is finished and saved first" in said
+    assert f"ended after update 3; it goes on with --ckpt_path {run.relative_to(here)}/checkpoints/last.ckpt" in said
+    assert torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 3
+    last = ["--config=tiny.yaml", "--trainer.max_steps=6", *words]
+    assert main(["fit", *last, "--ckpt_path=last"]) == 0
+    assert main(["fit", *last]) == 0
+    _, resumed, whole = runs(here)
+    found, expected = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for folder in (resumed, whole)
     )
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background is started without one
-    assert main(["fit", "--config=tiny.yaml", "--config=signal.yaml"]) == code
-    assert "Traceback" not in capfd.readouterr().err
+    assert all(found[key].equal(expected[key]) for key in expected)
+
+
+@SIGNALS
+def test_a_second_signal_ends_at_once(
+    name: str, code: int, here: Path, signalled: Callable[..., tuple[int, str]]
+) -> None:
+    ended, said = signalled(name, 2)
+    assert ended == code
+    assert "ended after update" not in said
+    (run,) = runs(here)
+    assert not list(run.rglob("*.ckpt"))
+
+
+def test_without_checkpoints_nothing_is_promised(here: Path, signalled: Callable[..., tuple[int, str]]) -> None:
+    ended, said = signalled("SIGINT", 1, "--trainer.enable_checkpointing=false")
+    assert ended == 130
+    assert "ended after update 3" in said
+    assert "ckpt_path" not in said
+
+
+def test_a_fresh_start_where_there_is_nothing_to_go_on_from(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "fit", "--config=tiny.yaml", "--ckpt_path=last").startswith("ckpt_path is last, but no run")
+    for said, step in (("a fresh start", 2), ("goes on from", 4)):
+        assert main(["fit", "--config=tiny.yaml", "--ckpt_path=auto", f"--trainer.max_steps={step}"]) == 0
+        assert said in capsys.readouterr().out
+        assert torch.load(runs(here)[-1] / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == step

@@ -1,0 +1,75 @@
+"""Checkpoints that are there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stabilize import checkpoint
+from stabilize.checkpoint import DurableFiles
+from stabilize.errors import UserError
+
+SAVED: dict[str, Any] = {
+    "task": {},
+    "tokenizer": b"pieces",
+    "state_dict": {"w": torch.arange(20_000.0)},
+    "global_step": 1,
+}
+
+
+def test_what_was_there_is_untouched_where_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    DurableFiles().save_checkpoint(SAVED, place)
+    before = place.read_bytes()
+
+    def full(given: Any, file: Any) -> None:
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(UserError, match=r"last\.ckpt cannot be written: No space left on device"):
+        DurableFiles().save_checkpoint(SAVED | {"global_step": 2}, place)
+    assert place.read_bytes() == before
+    assert [path.name for path in place.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_name_is_given_to_what_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of calls, which no test can see by pulling the plug."""
+    calls: list[str] = []
+    synchronize, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda *given: calls.append("fsync") or synchronize(*given))
+    monkeypatch.setattr(Path, "replace", lambda *given: calls.append("replace") or replace(*given))
+    DurableFiles().save_checkpoint(SAVED, tmp_path / "last.ckpt")
+    assert calls == ["fsync", "replace", "fsync"]
+    assert checkpoint.read(tmp_path / "last.ckpt")["global_step"] == 1
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+def test_a_byte_that_has_changed_is_seen(tmp_path: Path, share: float) -> None:
+    place = tmp_path / "last.ckpt"
+    DurableFiles().save_checkpoint(SAVED, place)
+    whole = bytearray(place.read_bytes())
+    whole[int(share * len(whole))] ^= 0xFF
+    place.write_bytes(whole)
+    with pytest.raises(UserError, match="damaged"):
+        checkpoint.read(place)
+
+
+def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
+    assert checkpoint.newest(tmp_path) is None
+    places = [tmp_path / run / "checkpoints" / f"{name}.ckpt" for run in ("a", "b") for name in ("update_1", "last")]
+    for age, place in enumerate(places):
+        DurableFiles().save_checkpoint(SAVED, place)
+        os.utime(place, (age, age))
+    assert checkpoint.newest(tmp_path) == places[-1]
+    for damaged in (3, 2):
+        places[damaged].write_bytes(places[damaged].read_bytes()[:-100])
+        os.utime(places[damaged], (damaged, damaged))
+    with pytest.warns(UserWarning, match="is damaged; the one before it is taken") as said:
+        assert checkpoint.newest(tmp_path) == places[1]
+    assert len(said) == 2
