@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -19,9 +20,9 @@ class Interruption(pl.Callback):
     """After the first SIGINT or SIGTERM the update is finished, the state saved, and the run ends; a second one ends it
     at once.
 
-    A validation that runs is finished first. What was saved is `checkpoints/last.ckpt` of the run folder, from which a
-    run goes on as if nothing had happened. Several processes end together, whichever of them gets the signal. Under a
-    SLURM that requeues, SIGTERM is left to Lightning.
+    A validation that runs or is due is finished first. What is saved is `checkpoints/last.ckpt` of the run folder, from
+    which a run goes on as if nothing had happened. Several processes end together, whichever of them gets the signal.
+    Under a SLURM that requeues, SIGTERM is left to Lightning.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
@@ -42,10 +43,20 @@ class Interruption(pl.Callback):
             self._before[number] = signal.signal(number, self._receive)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if trainer.fit_loop._should_accumulate():
+        loop = trainer.fit_loop
+        if loop._should_accumulate() or loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
             return
+        self._end_if_asked(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._end_if_asked(trainer, pl_module)
+
+    def _end_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule | None = None) -> None:
         if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
             return
+        for saves in trainer.checkpoint_callbacks if pl_module is not None else ():
+            saves.on_validation_end(trainer, pl_module)  # its turn would have been after this one
         path = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
         if trainer.checkpoint_callback is not None:
             trainer.save_checkpoint(path)

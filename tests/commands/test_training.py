@@ -513,11 +513,13 @@ def signalled(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tu
 
 
 @SIGNALS
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("accumulate", "check"), [(1, 4), (1, 3), (2, 12)])
 def test_a_run_that_is_asked_to_end_goes_on_as_if_nothing_had_happened(
-    name: str, code: int, accumulate: int, here: Path, signalled: Callable[..., tuple[int, str]]
+    name: str, code: int, accumulate: int, check: int, here: Path, signalled: Callable[..., tuple[int, str]]
 ) -> None:
+    """The signal comes in the third update; every `check` batches there is a validation, once just after it."""
     words = ["--model.dropout=0.1", f"--trainer.accumulate_grad_batches={accumulate}", "--model.optimizer.lr=0.01"]
+    words += [f"--trainer.val_check_interval={check}", "--trainer.check_val_every_n_epoch=null"]
     ended, said = signalled(name, 1, *words)
     assert ended == code
     (run,) = runs(here)
@@ -532,6 +534,12 @@ def test_a_run_that_is_asked_to_end_goes_on_as_if_nothing_had_happened(
         torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for folder in (resumed, whole)
     )
     assert all(found[key].equal(expected[key]) for key in expected)
+    scores = [
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"] for folder in (resumed, whole)
+    ]
+    of_both = [next(state for key, state in states.items() if "ModelCheckpoint" in key) for states in scores]
+    assert of_both[0]["best_model_score"] == of_both[1]["best_model_score"] is not None
+    assert len(list(run.glob("checkpoints/update_*.ckpt"))) == (check == 3)
 
 
 @SIGNALS
