@@ -18,6 +18,7 @@ VERBS = {
     "predict": "translate the test text with a checkpoint",
     "explain": "print what a config's stabiliser is and does, without training",
     "probe": "show what each layer does before training, for many strategies and depths",
+    "compare": "carry out a study: a run for each strategy, depth, seed, and one table",
     "bench": "measure what diagnostics cost",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
     "dashboard": "build a workspace in Weights & Biases for the runs of a project",
@@ -27,6 +28,7 @@ VERBS = {
 
 OWN = {
     "probe": ("probe", "look"),
+    "compare": ("compare", "compare"),
     "bench": ("bench", "measure"),
     "report": ("report", "write"),
     "dashboard": ("dashboard", "build"),

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"strategies", "stats", "kernels"},
     "card": {"model", "strategies"},
     "report": {"card", "findings", "strategies"},
+    "study": {"report"},
     "decoding": {"model"},
     "evaluation": {"metrics", "data"},
     "probe": {"model", "strategies", "stats"},

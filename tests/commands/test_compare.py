@@ -1,0 +1,170 @@
+"""`stabilize compare`: what is run, what is not run again, and what is told before anything is run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stabilize.cli import main
+from tests.checkout import ROOT
+
+TINY = """
+model: {encoder_layers: 1, decoder_layers: 1, width: 8, heads: 2, hidden: 8, dropout: 0.0}
+data:
+  class_path: SyntheticCorpus
+  init_args: {train_pairs: 40, validation_pairs: 2, test_pairs: 0, vocabulary: 60, batch_tokens: 48}
+trainer: {accelerator: cpu, max_steps: 4, val_check_interval: 4, check_val_every_n_epoch: null, log_every_n_steps: 2}
+"""
+STUDY = """
+question: Does it run?
+configs: [tiny.yaml]
+strategies: [post_ln, own.yaml]
+settings: {model.optimizer.init_args.lr: 0.01}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a study of two runs of four updates, the second of which crashes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "own.yaml").write_text("data: {init_args: {validation_pairs: 0}}\nmodel: {heads: 3}\n")
+    (tmp_path / "small.yaml").write_text(STUDY)
+    return tmp_path
+
+
+def results(folder: Path) -> dict[str, dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
+def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A crash is a result; what is finished is not run again; a row repeats its run to the bit."""
+    assert main(["compare", "small.yaml", "--jobs", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "Does it run?" in said
+    assert "2 of 2: " in said
+    folder = here / "studies" / "small"
+    rows = results(folder)
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "post_ln-seed=1": "trained",
+        "own-seed=1": "crashed",
+    }
+    with (folder / "costs.csv").open(newline="") as file:
+        assert all(float(row["seconds"]) > 0 and float(row["memory_gib"]) > 0 for row in csv.DictReader(file))
+
+    before = (folder / "results.csv").read_bytes()
+    shutil.rmtree(folder / "cells" / "own-seed=1")  # as if it had been killed
+    (folder / "cells" / "own-seed=1").mkdir()
+    stamp = (folder / "cells" / "post_ln-seed=1" / "result.json").stat().st_mtime_ns
+    assert main(["compare", "small.yaml", "--dry-run"]) == 0
+    assert "1 of 2 runs are left, about" in capsys.readouterr().out
+    assert main(["compare", "small.yaml"]) == 0
+    assert (folder / "results.csv").read_bytes() == before
+    assert (folder / "cells" / "post_ln-seed=1" / "result.json").stat().st_mtime_ns == stamp
+
+    row = rows["post_ln-seed=1"]
+    threads, *command = shlex.split(row["command"])
+    assert (threads, command[0]) == ("OMP_NUM_THREADS=1", "stabilize")
+    subprocess.run(
+        [sys.executable, "-m", *command, "--trainer.default_root_dir=alone"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=True,
+        capture_output=True,
+    )
+    (table,) = (here / "alone").glob("*/metrics.csv")
+    with table.open(newline="") as file:
+        values = [line["val/nll"] for line in csv.DictReader(file) if line["val/nll"]]
+    assert repr(float(values[-1])) == row["val_nll"]
+
+    (here / "small.yaml").write_text(STUDY.replace("0.01", "0.02"))
+    assert main(["compare", "small.yaml"]) == 2
+    assert "was run with another command line than the study has now" in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "killed.py").write_text(
+        "import os, signal\nfrom lightning.pytorch import Callback\n\n\n"
+        "class Killed(Callback):\n    def on_train_batch_end(self, *_):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    (here / "killed.yaml").write_text("trainer: {callbacks: [{class_path: killed.Killed}]}\n")
+    (here / "small.yaml").write_text(STUDY.replace("post_ln, own.yaml", "killed.yaml"))
+    assert main(["compare", "small.yaml"]) == 2
+    assert "somebody ended killed-seed=1; the same command runs them again" in capsys.readouterr().err
+    assert not (here / "studies" / "small" / "cells" / "killed-seed=1" / "result.json").exists()
+
+
+def test_runs_die_with_the_study(here: Path) -> None:
+    """By SIGKILL of the parent alone; nobody else carries out the same study meanwhile."""
+    (here / "tiny.yaml").write_text(TINY.replace("max_steps: 4", "max_steps: 1000000"))
+    (here / "small.yaml").write_text(STUDY.replace(", own.yaml", ""))
+    parent = subprocess.Popen([sys.executable, "-m", "stabilize", "compare", "small.yaml"], stdout=subprocess.DEVNULL)
+    try:
+        log = here / "studies" / "small" / "cells" / "post_ln-seed=1" / "log.txt"
+        while not (log.exists() and "update 4:" in log.read_text()):
+            assert parent.poll() is None
+        second = [sys.executable, "-m", "stabilize", "compare", "small.yaml"]
+        refused = subprocess.run(second, capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert "is being worked on by another process" in refused.stderr
+        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    while (stat := Path(f"/proc/{child}/stat")).exists() and stat.read_text().split()[2] != "Z":
+        pass
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("question: Does it run?", "qestion: Does it run?"), "small.yaml: "),
+        (("seeds", "seeds"), ""),
+        (("post_ln", "post_l"), "no strategy config post_l; nearest: post_ln"),
+        (("strategies: [post_ln, own.yaml]", "strategies: []"), "strategies is empty"),
+        (("lr: 0.01", "lrr: 0.01"), "lrr"),
+        (("[tiny.yaml]", "[absent.yaml]"), "absent.yaml"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_run(
+    change: tuple[str, str], said: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "small.yaml").write_text(STUDY.replace(*change))
+    words = ["--jobs", "0"] if not said else []
+    assert main(["compare", "small.yaml", *words]) == 2
+    assert (said or "--jobs is 0; 1 is the least that will do") in capsys.readouterr().err
+    assert not (here / "studies").exists()
+
+
+def test_a_file_that_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "absent.yaml"]) == 2
+    assert "absent.yaml cannot be read: No such file" in capsys.readouterr().err
+    (here / "small.yaml").write_text("{")
+    assert main(["compare", "small.yaml"]) == 2
+    assert "small.yaml is no YAML" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+def test_studies_of_this_repository(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each key of each is one of `fit`, and its first lines say what it asks and costs."""
+    monkeypatch.chdir(ROOT)
+    assert path.read_text().startswith("# ")
+    assert main(["compare", str(path), "--dry-run", "--out", "absent"]) == 0
+    *commands, last = capsys.readouterr().out.splitlines()
+    assert last == f"{len(commands)} of {len(commands)} runs are left"
+    assert json.dumps(commands)
