@@ -88,11 +88,6 @@ class Cell:
     words: tuple[str, ...]
     """Of `stabilize fit`."""
 
-    @property
-    def point(self) -> tuple[str, ...]:
-        """Its values without the seed: runs that differ in nothing else."""
-        return tuple(value for key, value in self.values.items() if key != "seed")
-
 
 def cells(study: Study, paths: Mapping[str, Path]) -> list[Cell]:
     """All runs, seed by seed, so that a study that is stopped early has a whole table.
