@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -21,8 +23,8 @@ class Interruption(pl.Callback):
     at once.
 
     A validation that runs or is due is finished first. What is saved is `checkpoints/last.ckpt` of the run folder, from
-    which a run goes on as if nothing had happened. Several processes end together, whichever of them gets the signal.
-    Under a SLURM that requeues, SIGTERM is left to Lightning.
+    which a run goes on as if nothing had happened, but that its best checkpoint is counted anew. Several processes end
+    together, whichever of them gets the signal. Under a SLURM that requeues, SIGTERM is left to Lightning.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
@@ -30,52 +32,68 @@ class Interruption(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self.received = 0
+        """The signal's number."""
+        self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.received = None
+        self.received = 0
         if threading.current_thread() is not threading.main_thread():
             return  # only the main thread may say what a signal does
         environment = trainer._accelerator_connector.cluster_environment
         requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
         for number in SIGNALS[:1] if requeued else SIGNALS:
-            self._before[number] = signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as in a job in the background of a script
+                self._before[number] = signal.signal(number, self._receive)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
         loop = trainer.fit_loop
-        if loop._should_accumulate() or loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if loop._should_accumulate() or not (received := self._over_ranks(trainer)):
             return
-        self._end_if_asked(trainer)
+        if not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+            for saves in trainer.checkpoint_callbacks:
+                saves.on_train_batch_end(trainer, pl_module, *batch)
+            trainer._logger_connector.on_batch_end()  # the update's numbers reach the loggers, as they would have
+            trainer._logger_connector.update_train_step_metrics()
+            self._end(trainer, received)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._end_if_asked(trainer, pl_module)
-
-    def _end_if_asked(self, trainer: pl.Trainer, pl_module: pl.LightningModule | None = None) -> None:
-        if not trainer.strategy.reduce_boolean_decision(self.received is not None, all=False):
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
-        for saves in trainer.checkpoint_callbacks if pl_module is not None else ():
-            saves.on_validation_end(trainer, pl_module)  # its turn would have been after this one
-        path = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt"
-        if trainer.checkpoint_callback is not None:
-            trainer.save_checkpoint(path)
-        if trainer.is_global_zero:
-            saved = f"; it goes on with --ckpt_path {path}" if trainer.checkpoint_callback is not None else ""
-            print(f"ended after update {trainer.global_step:,}{saved}", flush=True)
-        raise _ending(self.received)
+        if received := self._over_ranks(trainer):
+            for saves in trainer.checkpoint_callbacks:
+                saves.on_validation_end(trainer, pl_module)
+            self._end(trainer, received)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.received:  # after the last update: all is done and saved, but what would follow is not wanted
+            raise _ending(self.received)
         self._restore()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._restore()
 
+    def _over_ranks(self, trainer: pl.Trainer) -> int:
+        """The signal that any of the processes has received, or zero."""
+        if trainer.world_size == 1:
+            return self.received
+        number = torch.tensor(float(self.received), device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(number, reduce_op="max"))
+
+    def _end(self, trainer: pl.Trainer, received: int) -> NoReturn:
+        path, saved = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt", ""
+        if trainer.checkpoint_callback is not None:
+            trainer.save_checkpoint(path)
+            saved = f"; it goes on with --ckpt_path {path}"
+        if trainer.is_global_zero:
+            _say(f"ended after update {trainer.global_step:,}{saved}")
+        raise _ending(received)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
-            raise _ending(signal.Signals(number))
-        self.received = signal.Signals(number)
-        print(f"{self.received.name}: the update is finished and saved first; once more ends at once", flush=True)
+        if self.received:
+            raise _ending(number)
+        self.received = number
+        _say(f"{signal.Signals(number).name}: the update is finished and saved first; once more ends at once")
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -83,5 +101,11 @@ class Interruption(pl.Callback):
         self._before = {}
 
 
-def _ending(received: signal.Signals | None) -> BaseException:
+def _say(words: str) -> None:
+    # Ctrl-C ends a reader behind a pipe too, and may come while something else is being printed.
+    with contextlib.suppress(OSError, RuntimeError):
+        print(words, flush=True)
+
+
+def _ending(received: int) -> BaseException:
     return SIGTERMException() if received == signal.SIGTERM else KeyboardInterrupt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 import zipfile
@@ -18,7 +19,7 @@ ADVICE = "give the one it was made with"
 
 
 class DurableFiles(TorchCheckpointIO):
-    """A checkpoint is there whole or not at all, whenever the process, or the machine, goes down.
+    """A checkpoint on this machine is there whole or not at all, whenever the process, or the machine, goes down.
 
     It is written beside its place, brought to the disk, and only then given its name. Each part has a checksum, by
     which `read` knows a file that has been damaged since.
@@ -30,6 +31,9 @@ class DurableFiles(TorchCheckpointIO):
         Raises:
             UserError: it cannot be written; what was there before is untouched.
         """
+        if "://" in str(path) or storage_options is not None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
         place = Path(path)
         partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
         try:
@@ -41,29 +45,33 @@ class DurableFiles(TorchCheckpointIO):
             partial.replace(place)
             _to_disk(place.parent)
         except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError where the disk is full
-            partial.unlink(missing_ok=True)
             said = getattr(error, "strerror", None) or str(error).splitlines()[0]
             raise UserError(
                 f"the checkpoint {place} cannot be written: {said}; checkpoints of before are whole{such_as()}"
             ) from error
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def _to_disk(folder: Path) -> None:
     """Bring the names in a folder to the disk, where the system knows how."""
-    try:
+    with contextlib.suppress(OSError):
         directory = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest good checkpoint of the runs in `folder`; damaged ones are passed over with a warning."""
-    found = sorted(folder.glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in found:
+def newest(folder: Path, beside: Path | None = None) -> Path | None:
+    """The newest good checkpoint of the runs in `folder`; damaged ones are passed over with a warning.
+
+    Args:
+        folder: of all runs.
+        beside: where checkpoints lie too.
+    """
+    everything = [*folder.glob("*/checkpoints/*.ckpt"), *(beside.glob("*.ckpt") if beside else ())]
+    for path in sorted(everything, key=_age):
         try:
             read(path)
         except UserError:
@@ -71,6 +79,13 @@ def newest(folder: Path) -> Path | None:
         else:
             return path
     return None
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime_ns
+    except OSError:  # gone meanwhile, or a link to what is gone
+        return 0.0
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -94,7 +109,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def such_as() -> str:
     """The newest checkpoint below ./runs, as an advice."""
-    found = max(Path("runs").glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime, default=None)
+    found = min(Path("runs").glob("*/checkpoints/*.ckpt"), key=_age, default=None)
     return f"; the newest is {found}" if found else "; a run has its own in runs/<run id>/checkpoints"
 
 

@@ -16,7 +16,7 @@ def state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), *rest),  # type: ignore[union-attr]
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
 
 

@@ -56,7 +56,7 @@ class _Filled(torch.autograd.Function):
         ctx.save_for_backward(filled, cast_weight)
         ctx.shape, ctx.dtype, ctx.weight_dtype = x.shape, x.dtype, weight.dtype
         y = filled @ cast_weight.t() if bias is None else torch.addmm(bias.to(dtype), filled, cast_weight.t())
-        return y[: x.numel() // x.size(-1)].view(*x.shape[:-1], len(weight))
+        return y.resize_(*x.shape[:-1], len(weight))  # no view, so that it may be changed in place
 
     @staticmethod
     @once_differentiable
@@ -133,7 +133,7 @@ def keep_freed_memory() -> None:
         return
     trim_threshold, top_pad, map_maximum = -1, -2, -4  # as in malloc.h
     mallopt(map_maximum, 0)
-    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(trim_threshold, -1)  # never
     mallopt(top_pad, 2**28)
     # Advice holds for what is mapped: the heap grows once by addresses alone, and memory comes when it is first used.
     libc.malloc.restype = ctypes.c_void_p

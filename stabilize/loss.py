@@ -43,7 +43,7 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-        loss, nll = logits.new_zeros(2, dtype=torch.float32)
+        loss, nll = (logits.new_zeros((), dtype=torch.float32) for _ in range(2))
         # In float16 the small ones would be lost before they are scaled.
         kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
         gradient = torch.empty_like(logits, dtype=kept) if ctx.needs_input_grad[0] else None
@@ -52,12 +52,12 @@ class _SmoothedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + at_once)
             log_p, label = F.log_softmax(logits[rows], dim=-1, dtype=torch.float32), labels[rows, None]
             right = log_p.gather(1, label)
-            log_z = logits[rows].gather(1, label).float() - right
             nll -= right.sum()
             loss -= (1 - smoothing) * right.sum()
             if smoothing:
                 loss -= smoothing / logits.size(1) * log_p.sum()
             if z_loss:
+                log_z = logits[rows].gather(1, label).float() - right
                 loss += z_loss * log_z.square().sum()
             if gradient is not None:
                 part = log_p.exp_().mul_(1 + 2 * z_loss * log_z) if z_loss else log_p.exp_()

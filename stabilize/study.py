@@ -189,7 +189,7 @@ def lines(rows: Iterable[Mapping[str, str]], keys: Sequence[str]) -> list[Line]:
         counted = [row for row in runs if row["outcome"] == "trained"] or runs
         means = {}
         for column in NUMBERS:
-            values = [float(row[column]) for row in counted if row[column]]
+            values = [value for row in counted if row[column] and math.isfinite(value := float(row[column]))]
             if values:
                 means[column] = sum(values) / len(values)
         failures = {name: failed.count(name) for name in FAILURES if name in failed}

@@ -411,7 +411,7 @@ class TranslationTask(LightningModule):
         """
         self.check(checkpoint)
         self._optimizers_before = checkpoint["optimizers"]
-        self._generators_before = checkpoint["generators"]
+        self._generators_before = checkpoint.get("generators", [])  # none before there were
         if checkpoint["tokenizer"] != self.tokenizer.model:
             raise UserError(
                 f"the checkpoint's tokenizer ({Tokenizer(checkpoint['tokenizer']).hash}) is not this run's "

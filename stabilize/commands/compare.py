@@ -6,6 +6,7 @@ import contextlib
 import csv
 import ctypes
 import fcntl
+import hashlib
 import io
 import json
 import os
@@ -40,8 +41,10 @@ own. Runs that diverge or crash are results. What is finished is never run again
 command goes on where it was. Results are in studies/NAME: results.csv (what came out, and the command of each run) and
 costs.csv."""
 
-ENDED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+ENDED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGKILL)
 """Exit codes of a run that somebody ended: it has no result."""
+MISTAKEN = 2
+"""Exit code of a run that stopped at what a user can mend, such as a full disk: it has none either."""
 
 COSTS = ("seconds", "memory_gib", "tokens_per_second")
 """Columns of costs.csv."""
@@ -90,8 +93,8 @@ def check(cells: Sequence[Cell]) -> None:
         new = {item for item in cell.values.items() if item[0] != "seed"} - seen
         if new:
             seen |= new
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-                training.run(["fit", *cell.words, "--print_config"])
+            with contextlib.redirect_stdout(io.StringIO()):
+                training.run(["explain", *cell.words])
 
 
 @dataclass
@@ -128,13 +131,13 @@ class Comparison:
         for cell in cells:
             with contextlib.suppress(OSError, ValueError):
                 self.found[cell.name] = json.loads(self._result(cell).read_text(encoding="utf-8"))
-                if self.found[cell.name]["words"] != list(cell.words):
+                if self.found[cell.name]["asked"] != _asked(cell):
                     raise UserError(
-                        f"{cell.name} in {folder} was run with another command line than the study has now; "
-                        "--out names another folder"
+                        f"{cell.name} in {folder} was run with another command line, or other configs, than the study "
+                        "has now; --out names another folder"
                     )
-        self.ended: list[str] = []
-        """Runs that somebody ended."""
+        self.without: dict[str, str] = {}
+        """Why runs have no result."""
 
     @property
     def left(self) -> list[Cell]:
@@ -190,13 +193,15 @@ class Comparison:
     def _finish(self, run: Running, code: int, memory: int) -> None:
         run.process.returncode = code  # wait4 has taken it
         run.log.close()
-        if code < 0 or code in ENDED:
-            self.ended.append(run.cell.name)
+        if code in ENDED or code == MISTAKEN:
+            said = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            self.without[run.cell.name] = said[-1] if code == MISTAKEN and said else "somebody ended it"
             return
         folders = [path.parent for path in run.folder.glob("*/config.yaml")]
         whole = read(folders[0]) if folders else None
         found = {
-            "words": run.cell.words,
+            "asked": _asked(run.cell),
+            "command": self.command(run.cell),
             "outcome": studies.outcome(whole, code),
             "verdict": whole.diary.verdict if whole is not None else "",
             "numbers": studies.numbers(whole),
@@ -230,7 +235,7 @@ class Comparison:
                 "outcome": found["outcome"],
                 "verdict": found["verdict"],
                 **found["numbers"],
-                "command": self.command(cell),
+                "command": found["command"],
             }
             for cell, found in known
         ]
@@ -255,6 +260,15 @@ class Comparison:
         return shown
 
 
+def _asked(cell: Cell) -> str:
+    """A hash of what a run was asked to do: its words, and the configs that they name."""
+    told = hashlib.sha256("\0".join(cell.words).encode())
+    for option, value in zip(cell.words, cell.words[1:], strict=False):
+        if option == "-c":
+            told.update(Path(value).read_bytes())
+    return told.hexdigest()
+
+
 def _definitions() -> str:
     return "means over the runs that trained, else over all; " + "; ".join(
         f"{name}: {said}" for name, said in FAILURES.items()
@@ -266,7 +280,7 @@ def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         return
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)
     partial.replace(path)
@@ -302,9 +316,10 @@ def compare(words: Sequence[str]) -> int:
     study = study_of(chosen.study)
     paths = dict(zip(study.strategies, paths_of(study.strategies).values(), strict=True))
     folder: Path = chosen.out or Path("studies") / chosen.study.stem
-    comparison = Comparison(folder, studies.cells(study, paths), chosen.jobs, chosen.threads)
-    check(comparison.left)
+    cells = studies.cells(study, paths)
+    check(cells)
     if chosen.dry_run:
+        comparison = Comparison(folder, cells, chosen.jobs, chosen.threads)
         for cell in comparison.left:
             print(comparison.command(cell))
         known = comparison.seconds_left
@@ -316,6 +331,7 @@ def compare(words: Sequence[str]) -> int:
     except OSError as error:
         raise UserError(f"the folder {folder} cannot be made: {error.strerror}; --out names another") from error
     with alone(folder):
+        comparison = Comparison(folder, cells, chosen.jobs, chosen.threads)
         try:
             comparison.carry_out()
         except KeyboardInterrupt:
@@ -324,6 +340,7 @@ def compare(words: Sequence[str]) -> int:
         comparison.write()
     Console().print(comparison.table(study.question))
     print(f"wrote {folder}: results.csv, costs.csv, cells")
-    if comparison.ended:
-        raise UserError(f"somebody ended {', '.join(comparison.ended)}; the same command runs them again")
+    if comparison.without:
+        said = "; ".join(f"{name}: {why.removeprefix('error: ')}" for name, why in comparison.without.items())
+        raise UserError(f"{len(comparison.without)} runs have no result ({said}); the same command runs them again")
     return 0

@@ -53,6 +53,9 @@ from stabilize.task import TranslationTask
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 """Environment variable by which the process that starts a run names its folder to the other ranks."""
 
+CHECKPOINT = "STABILIZE_CHECKPOINT"
+"""The same of the checkpoint that `last` and `auto` have found."""
+
 WANDB_MODES = {
     "online": "online",
     "run": "online",
@@ -260,6 +263,8 @@ class Command(LightningCLI):
             return super()._instantiate_trainer(config, [])
         if config.get("enable_checkpointing") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
+        # After all that look at an update, whose state is saved too; before those that print, which may fail.
+        callbacks = [*callbacks, Interruption()]
         own_bar = any(isinstance(callback, BasicProgressBar) for callback in given)
         if config.get("enable_progress_bar") is None and not own_bar:
             config = {**config, "enable_progress_bar": sys.stdout.isatty()}
@@ -267,7 +272,6 @@ class Command(LightningCLI):
             callbacks = [*callbacks, ProgressLines()]
         elif not own_bar:
             callbacks = [*callbacks, ProgressBar()]
-        callbacks = [*callbacks, Interruption()]  # after all that look at an update: their state is saved too
         return super()._instantiate_trainer(config, callbacks)
 
     def _parse_ckpt_path(self) -> None:
@@ -289,13 +293,20 @@ class Command(LightningCLI):
         if asked not in NEWEST:
             return None if asked is None else Path(asked)
         folder = Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs")
-        path = checkpoint.newest(folder)
+        beside = self._get(self.config, "checkpoint").get("dirpath")
+        if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+            path = Path(known) if (known := os.environ.get(CHECKPOINT)) else None
+        else:
+            path = checkpoint.newest(folder, Path(beside) if beside else None)
+            os.environ[CHECKPOINT] = str(path or "")
         if path is None and asked == "last":
             raise UserError(
                 f"ckpt_path is last, but no run in {folder} has a checkpoint; auto would start from nothing"
             )
-        self.config_init[self.subcommand].ckpt_path = None if path is None else str(path)
-        print("a fresh start: there is no checkpoint yet" if path is None else f"goes on from {path}", flush=True)
+        for config in (self.config, self.config_init):  # what is kept with the run, and what it is made of
+            config[self.subcommand].ckpt_path = None if path is None else str(path)
+        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+            print("a fresh start: there is no checkpoint yet" if path is None else f"goes on from {path}", flush=True)
         return path
 
     def before_fit(self) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import json
 import os
 import shlex
 import shutil
@@ -32,6 +32,16 @@ settings: {model.optimizer.init_args.lr: 0.01}
 """
 
 
+BREAKS = """
+from lightning.pytorch import Callback
+
+
+class Breaks(Callback):
+    def on_train_batch_end(self, *_):
+        raise ZeroDivisionError
+"""
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a study of two runs of four updates, the second of which crashes."""
@@ -40,7 +50,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("WANDB_MODE", "disabled")
     (tmp_path / "tiny.yaml").write_text(TINY)
-    (tmp_path / "own.yaml").write_text("data: {init_args: {validation_pairs: 0}}\nmodel: {heads: 3}\n")
+    (tmp_path / "breaks.py").write_text(BREAKS)
+    (tmp_path / "own.yaml").write_text("trainer: {callbacks: [{class_path: breaks.Breaks}]}\n")
     (tmp_path / "small.yaml").write_text(STUDY)
     return tmp_path
 
@@ -91,7 +102,11 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
 
     (here / "small.yaml").write_text(STUDY.replace("0.01", "0.02"))
     assert main(["compare", "small.yaml"]) == 2
-    assert "was run with another command line than the study has now" in capsys.readouterr().err
+    assert "was run with another command line, or other configs, than the study has now" in capsys.readouterr().err
+    (here / "small.yaml").write_text(STUDY)
+    (here / "tiny.yaml").write_text(TINY.replace("max_steps: 4", "max_steps: 8"))
+    assert main(["compare", "small.yaml"]) == 2
+    assert "or other configs" in capsys.readouterr().err
 
 
 def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +117,7 @@ def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFi
     (here / "killed.yaml").write_text("trainer: {callbacks: [{class_path: killed.Killed}]}\n")
     (here / "small.yaml").write_text(STUDY.replace("post_ln, own.yaml", "killed.yaml"))
     assert main(["compare", "small.yaml"]) == 2
-    assert "somebody ended killed-seed=1; the same command runs them again" in capsys.readouterr().err
+    assert "1 runs have no result (killed-seed=1: somebody ended it); the same command" in capsys.readouterr().err
     assert not (here / "studies" / "small" / "cells" / "killed-seed=1" / "result.json").exists()
 
 
@@ -123,8 +138,9 @@ def test_runs_die_with_the_study(here: Path) -> None:
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    while (stat := Path(f"/proc/{child}/stat")).exists() and stat.read_text().split()[2] != "Z":
-        pass
+    with contextlib.suppress(OSError):  # it is gone
+        while Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
+            pass
 
 
 @pytest.mark.parametrize(
@@ -135,6 +151,7 @@ def test_runs_die_with_the_study(here: Path) -> None:
         (("post_ln", "post_l"), "no strategy config post_l; nearest: post_ln"),
         (("strategies: [post_ln, own.yaml]", "strategies: []"), "strategies is empty"),
         (("lr: 0.01", "lrr: 0.01"), "lrr"),
+        (("model.optimizer.init_args.lr: 0.01", "model.heads: 3"), "heads"),
         (("[tiny.yaml]", "[absent.yaml]"), "absent.yaml"),
     ],
 )
@@ -167,4 +184,3 @@ def test_studies_of_this_repository(
     assert main(["compare", str(path), "--dry-run", "--out", "absent"]) == 0
     *commands, last = capsys.readouterr().out.splitlines()
     assert last == f"{len(commands)} of {len(commands)} runs are left"
-    assert json.dumps(commands)

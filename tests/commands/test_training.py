@@ -27,6 +27,7 @@ from stabilize.commands import training
 from stabilize.model.layer import compiled_run
 from stabilize.task import TranslationTask
 from tests.checkout import ROOT
+from tests.tasks import rows
 
 TINY = """
 model:
@@ -498,7 +499,7 @@ def signalled(here: Path, capfd: pytest.CaptureFixture[str]) -> Callable[..., tu
 
     def train(name: str, times: int, *words: str) -> tuple[int, str]:
         (here / "signal.yaml").write_text(
-            "trainer:\n  logger: false\n  callbacks:\n  - class_path: tests.commands.cues.SendSignal\n"
+            "trainer:\n  callbacks:\n  - class_path: tests.commands.cues.SendSignal\n"
             f"    init_args: {{name: {name}, update: 3, times: {times}}}\n"
         )
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
@@ -520,6 +521,7 @@ def test_a_run_that_is_asked_to_end_goes_on_as_if_nothing_had_happened(
     """The signal comes in the third update; every `check` batches there is a validation, once just after it."""
     words = ["--model.dropout=0.1", f"--trainer.accumulate_grad_batches={accumulate}", "--model.optimizer.lr=0.01"]
     words += [f"--trainer.val_check_interval={check}", "--trainer.check_val_every_n_epoch=null"]
+    words += ["--trainer.log_every_n_steps=1"]
     ended, said = signalled(name, 1, *words)
     assert ended == code
     (run,) = runs(here)
@@ -534,11 +536,9 @@ def test_a_run_that_is_asked_to_end_goes_on_as_if_nothing_had_happened(
         torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"] for folder in (resumed, whole)
     )
     assert all(found[key].equal(expected[key]) for key in expected)
-    scores = [
-        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)["callbacks"] for folder in (resumed, whole)
-    ]
-    of_both = [next(state for key, state in states.items() if "ModelCheckpoint" in key) for states in scores]
-    assert of_both[0]["best_model_score"] == of_both[1]["best_model_score"] is not None
+    losses = [[row["train/loss"] for row in rows(folder) if "train/loss" in row] for folder in (run, resumed, whole)]
+    assert losses[0] + losses[1] == losses[2]
+    assert len(losses[2]) == 6
     assert len(list(run.glob("checkpoints/update_*.ckpt"))) == (check == 3)
 
 
@@ -551,6 +551,33 @@ def test_a_second_signal_ends_at_once(
     assert "ended after update" not in said
     (run,) = runs(here)
     assert not list(run.rglob("*.ckpt"))
+
+
+def test_words_that_cannot_be_said_take_nothing_away(
+    here: Path, signalled: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C ends all of `stabilize fit | tee log`."""
+
+    def broken(words: str, **_: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("stabilize.callbacks.interruption.print", broken, raising=False)
+    ended, said = signalled("SIGINT", 1)
+    assert ended == 130
+    assert "the update is finished" not in said
+    (run,) = runs(here)
+    assert (run / "checkpoints" / "last.ckpt").exists()
+
+
+@SIGNALS
+def test_a_signal_after_the_last_update_is_heard(
+    name: str, code: int, here: Path, signalled: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to follow, the test here, does not."""
+    monkeypatch.setattr(ModelCheckpoint, "on_train_epoch_end", lambda *_: os.kill(os.getpid(), signal.Signals[name]))
+    ended, said = signalled(name, 0, "--test_after_fit=true")
+    assert ended == code
+    assert "test/bleu" not in said
 
 
 def test_without_checkpoints_nothing_is_promised(here: Path, signalled: Callable[..., tuple[int, str]]) -> None:
