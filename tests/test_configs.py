@@ -10,6 +10,9 @@ import pytest
 import yaml
 
 from stabilize import cli
+from stabilize.commands.compare import study_of
+from stabilize.commands.probe import paths_of
+from stabilize.study import cells
 from tests.checkout import ROOT
 
 CONFIGS = ROOT / "configs"
@@ -17,7 +20,20 @@ QUICKSTART = CONFIGS / "quickstart.yaml"
 COMPLETE = {QUICKSTART, *(CONFIGS / "experiments").glob("*.yaml")}  # all others are laid over the quickstart
 
 
-@pytest.mark.parametrize("config", sorted(CONFIGS.glob("**/*.yaml")), ids=lambda path: str(path.relative_to(CONFIGS)))
+STUDIES = sorted((CONFIGS / "studies").glob("*.yaml"))  # of `compare`, the others of `fit`
+OTHERS = sorted({*CONFIGS.glob("**/*.yaml")} - {*STUDIES})
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_compare_accepts_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That `fit` knows each key of each run is seen in tests/commands/test_compare.py, which takes a minute."""
+    monkeypatch.chdir(ROOT)
+    study = study_of(path)
+    assert all(Path(config).is_file() for config in study.configs)
+    assert len(cells(study, paths_of(study.strategies))) >= len(study.strategies) * len(study.seeds)
+
+
+@pytest.mark.parametrize("config", OTHERS, ids=lambda path: str(path.relative_to(CONFIGS)))
 def test_the_command_accepts_it(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)  # paths in configurations start at the checkout
     files = [config] if config in COMPLETE else [QUICKSTART, config]

@@ -59,7 +59,7 @@ def test_a_stack_of_turns_has_the_profile_that_paper_and_pencil_give(gain: float
     assert found.activation_gradient_norm == pytest.approx(coming_down)
     assert found.gradient_norm == pytest.approx(coming_down)  # of a bias: that of the output
     assert found.first_to_last == pytest.approx(gain ** (depth - 1))
-    assert found.slope == found.activation_slope == pytest.approx(-math.log(gain), abs=1e-6)
+    assert [found.slope, found.activation_slope] == pytest.approx([-math.log(gain)] * 2, abs=1e-6)
     assert found.rms_growth == pytest.approx(gain ** (depth - 1))
     assert found.mean_similarity == pytest.approx(math.cos(ANGLE))
 
