@@ -115,7 +115,7 @@ class SpikeGuard(Monitor):
             return
         gradients = getattr(pl_module, "gradients", None)  # whose norm clipping asks for too
         if not isinstance(gradients, Gradients):
-            gradients = Gradients([parameter for group in optimizer.param_groups for parameter in group["params"]])
+            gradients = Gradients.of(optimizer)
         if gradients.there:  # else `training_step` returned None
             norm = stats.whole(gradients.norm).float() / gradient_scale(trainer, optimizer)
             self._waiting.append((step_of(trainer) + 1, torch.stack([torch.as_tensor(loss).to(norm), norm])))

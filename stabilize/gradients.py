@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 from torch.nn.utils import get_total_norm
+from torch.optim import Optimizer
 
 
 class Gradients:
@@ -20,6 +22,11 @@ class Gradients:
         self.parameters = parameters
         self.classifier = classifier
         self._norm: tuple[list[tuple[int, int]], Tensor] | None = None
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, classifier: Tensor | None = None) -> Self:
+        """Of what an optimiser has in a row: to walk through the modules takes 5 ms at 12+12 layers."""
+        return cls([p for group in optimizer.param_groups for p in group["params"]], classifier)
 
     @property
     def there(self) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import tempfile
 import time
@@ -17,13 +18,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.monitor import Monitor
 from stabilize.commands.menu import known
 from stabilize.commands.narrator import Narrator
-from stabilize.commands.training import Command, Trainer, offline_weights_and_biases, run, table
+from stabilize.commands.training import Command, Trainer, run, table, wandb_logger
 from stabilize.data import TranslationData
 from stabilize.errors import UserError, at_least
 from stabilize.task import TranslationTask
@@ -112,17 +112,6 @@ def _cost(shares: Tensor) -> Cost:
     return Cost(shares.quantile(0.5).item(), low, high)
 
 
-class Same(IterableDataset[Any]):
-    """One batch again and again."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self.batch
-
-
 class BenchTrainer(Trainer):
     """Lightning's trainer, with the verb that measures."""
 
@@ -160,21 +149,17 @@ class BenchTrainer(Trainer):
                     monitor.figures = False
             folder = Path(place)
             self.callbacks = [counted, *monitors.values()]
-            self.loggers = [table(folder), offline_weights_and_biases(folder), Narrator(folder)]
+            self.loggers = [table(folder), wandb_logger(folder, "offline"), Narrator(folder)]
             self.fit_loop.epoch_loop.max_steps = counted.updates
             self.fit_loop.max_epochs = -1
             self.accumulate_grad_batches, self.limit_val_batches = 1, 0
             self.limit_train_batches = self.val_check_interval = 1.0
             try:
                 with Console().status(f"{counted.updates} updates"):
-                    self.fit(model, DataLoader(Same(batch), batch_size=None, collate_fn=_unchanged), [])
+                    self.fit(model, itertools.repeat(batch), [])
             finally:
                 wandb.finish()  # while its folder is there
         Console().print(_costs(counted))
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _costs(counted: Rounds) -> Table:

@@ -387,15 +387,11 @@ def weights_and_biases(folder: Path) -> Logger:
         if asked:
             raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; wandb login, or offline, would do")
         mode = "offline"
-    return _wandb_logger(folder, mode)
+    return wandb_logger(folder, mode)
 
 
-def offline_weights_and_biases(folder: Path) -> Logger:
-    """A run in `folder`/wandb that stays there."""
-    return _wandb_logger(folder, "offline")
-
-
-def _wandb_logger(folder: Path, mode: str) -> Logger:
+def wandb_logger(folder: Path, mode: str) -> Logger:
+    """A run in `folder`/wandb, in one of the modes of Weights & Biases."""
     logger = WandbLogger(
         save_dir=folder,
         id=folder.name,
