@@ -18,7 +18,7 @@ from stabilize.callbacks.history import History
 from stabilize.callbacks.layers import observe
 from stabilize.errors import UserError
 
-KINDS = {"layer_similarity": False, "layer_similarity_centered": True}  # name -> whether the mean is taken out
+KINDS = ("layer_similarity", "layer_similarity_centered")
 
 
 class LayerSimilarity(ForwardMonitor):
@@ -58,11 +58,11 @@ class LayerSimilarity(ForwardMonitor):
         self.watch(self._observe)
 
     def report(self, trainer: pl.Trainer, sums: Tensor) -> None:
-        parts = iter(sums.split([2 * len(layers) ** 2 for layers in self.stacks.values() for _ in KINDS]))
+        parts = sums.split([len(KINDS) * 2 * len(layers) ** 2 for layers in self.stacks.values()])
         metrics: dict[str, float] = {}
-        for stack, layers in self.stacks.items():
-            for name in KINDS:
-                matrix = stats.similarity_matrix(next(parts).view(2, len(layers), len(layers)))
+        for (stack, layers), part in zip(self.stacks.items(), parts, strict=True):
+            matrices = stats.similarity_matrix(part.view(len(KINDS), 2, len(layers), len(layers)))
+            for name, matrix in zip(KINDS, matrices, strict=True):
                 self.matrices[f"{name}/{stack}"] = matrix.tolist()
                 metrics |= self._neighbours(trainer, name, stack, matrix.diagonal(1).tolist())
         self.send(trainer, metrics)
@@ -101,13 +101,14 @@ class LayerSimilarity(ForwardMonitor):
             seen = [self._observed[layer] for layer in layers if layer in self._observed]
             if not seen:
                 self.warn_unseen(stack)
-                sums += [torch.zeros(2 * len(layers) ** 2, device=device, dtype=stats.wide_dtype(device))] * len(KINDS)
+                size = len(KINDS) * 2 * len(layers) ** 2
+                sums.append(torch.zeros(size, device=device, dtype=stats.wide_dtype(device)))
                 continue
             (example, real), *_ = seen
             unseen = torch.zeros_like(example), None  # counts at no position
             states = [self._observed.get(layer, unseen)[0] for layer in layers]
             try:
-                sums += [stats.similarity_sums(states, real, centered).flatten() for centered in KINDS.values()]
+                sums.append(stats.similarity_sums(states, real).flatten())
             except ValueError as error:
                 raise UserError(f"layers.{stack}: {error}; name layers whose outputs have one shape") from error
         return torch.cat(sums)

@@ -122,10 +122,8 @@ def _profile(
     states: Sequence[tuple[Tensor, Tensor | None]], squares: Sequence[list[Tensor]], layers: Sequence[nn.Module]
 ) -> Profile:
     outputs, real = [output for output, _ in states], states[0][1]
-    similarity, similarity_centered = (
-        stats.similarity_matrix(stats.similarity_sums(outputs, real, centered)).diagonal(1).tolist()
-        for centered in (False, True)
-    )
+    matrices = stats.similarity_matrix(stats.similarity_sums(outputs, real))
+    similarity, similarity_centered = matrices.diagonal(1, dim1=1, dim2=2).tolist()
     return Profile(
         activation_rms=[stats.activation_rms(output, real).item() for output in outputs],
         similarity=similarity,

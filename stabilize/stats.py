@@ -35,40 +35,35 @@ def gradient_norms(modules: Sequence[nn.Module]) -> Tensor:
     ``|g| = sqrt(sum over parameters of sum(g ** 2))``. A parameter in two of the modules counts in both and is read
     once. Parameters whose gradient is None are left out; a module without any gradient is NaN.
     """
-    parameters = (parameter for module in modules for parameter in module.parameters())
-    return _norms(modules, {parameter: parameter.grad for parameter in parameters if parameter.grad is not None})
+    groups = [[p for p in module.parameters() if p.grad is not None] for module in modules]
+    return _norms(groups, {p: p.grad for group in groups for p in group if p.grad is not None})
 
 
-def _norms(modules: Sequence[nn.Module], tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """L2 norm of all the tensors that belong to each module's parameters, as `[modules]`; NaN where there are none."""
+def _norms(groups: Sequence[Sequence[nn.Parameter]], tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """L2 norm of all the tensors that belong to each group's parameters, as `[groups]`; NaN of a group of none."""
     if not tensors:
-        return torch.full((len(modules),), math.nan)
-    device = next(iter(tensors.values())).device
-    norms = [whole(norm).to(device) for norm in _norm_of_each(list(tensors.values()))]
-    norm_of = dict(zip(tensors, norms, strict=True))
-    missing = norms[0].new_full((), math.nan)
-    groups = [
-        torch.stack([norm_of[parameter] for parameter in module.parameters() if parameter in norm_of] or [missing])
-        for module in modules
-    ]
-    return torch.stack(torch._foreach_norm(groups, 2))
+        return torch.full((len(groups),), math.nan)
+    norms = _norm_of_each(list(tensors.values()))
+    number = {parameter: number for number, parameter in enumerate(tensors)}
+    missing = norms.new_full((), math.nan)
+    rows = [[number[parameter] for parameter in group] for group in groups]
+    return torch.stack([torch.linalg.vector_norm(norms[row]) if row else missing for row in rows])
 
 
-def _norm_of_each(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """L2 norm of each tensor by itself, in float64 where the device has it.
+def _norm_of_each(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm of each tensor by itself, as `[tensors]`, in float64 where the device has it.
 
     On a CPU float64 takes eight times as long, and a look at a number nothing: there only the norms whose squares
     float32 may have lost are taken again.
     """
-    wide = wide_dtype(tensors[0].device)
-    slow = any(isinstance(t, DTensor) or t.device.type != "cpu" or t.dtype == torch.float64 for t in tensors)
-    if slow:
-        return torch._foreach_norm(tensors, 2, dtype=wide)
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    return [
-        norm.to(wide) if 1e-12 < norm < 1e18 else torch.linalg.vector_norm(tensor, dtype=wide)
-        for norm, tensor in zip(norms, tensors, strict=True)
-    ]
+    device = tensors[0].device
+    wide = wide_dtype(device)
+    if any(isinstance(t, DTensor) or t.device.type != "cpu" or t.dtype == torch.float64 for t in tensors):
+        return torch.stack([whole(norm).to(device) for norm in torch._foreach_norm(tensors, 2, dtype=wide)])
+    norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).to(wide)
+    for number in ((norms > 1e-12) & (norms < 1e18)).logical_not().nonzero().flatten().tolist():
+        norms[number] = torch.linalg.vector_norm(tensors[number], dtype=wide)
+    return norms
 
 
 def whole(norm: Tensor) -> Tensor:
@@ -100,10 +95,13 @@ def update_ratios(modules: Sequence[nn.Module], before: Mapping[nn.Parameter, Te
         modules: as they are now, after the update.
         before: a copy of each parameter before it.
     """
-    learns = [p for module in modules for p in module.parameters() if p.requires_grad]
-    steps = _norms(modules, {p: p.detach() - before[p] for p in learns})
-    sizes = _norms(modules, {p: before[p] for p in learns})
-    return torch.where(sizes > 0, steps / sizes, math.nan)
+    ratios = []
+    for module in modules:  # one at a time, whose weights stay in the processor's cache
+        learns = [p for p in module.parameters() if p.requires_grad]
+        step = _norms([learns], {p: p.detach() - before[p] for p in learns})
+        size = _norms([learns], {p: before[p] for p in learns})
+        ratios.append(torch.where(size > 0, step / size, math.nan))
+    return torch.cat(ratios)
 
 
 def adam_health(optimizer: Optimizer) -> Tensor:
@@ -202,7 +200,7 @@ def near_epsilon(guarded: Tensor, epsilon: float, real: Tensor | None = None, ti
 # ---------------------------------------------------------------- similarity
 
 
-def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None, centered: bool = False) -> Tensor:
+def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None) -> Tensor:
     """Sums of the cosine between the outputs of all pairs of layers, and how many positions they run over.
 
     Both add over micro-batches and ranks; `similarity_matrix` turns the total into means.
@@ -211,10 +209,10 @@ def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None, center
         states: one tensor a layer, all of one shape `[..., width]`.
         real: bool `[...]`, the positions that count; None is all of them. A position where either layer's state is zero
             does not count for that pair.
-        centered: subtract each layer's mean over the real positions first, which takes out what all tokens share.
 
     Returns:
-        `[2, layers, layers]`: sums, counts.
+        `[2, 2, layers, layers]`: of the states as they are, then of what is left of them when each layer's mean over
+        the real positions, which all tokens share, is taken out; of each the sums, then the counts.
 
     Raises:
         ValueError: if the shapes differ.
@@ -223,39 +221,49 @@ def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None, center
         raise ValueError(f"layers of different shape cannot be compared: {[tuple(state.shape) for state in states]}")
     flat = [state.detach().flatten(0, -2) for state in states]
     mask = flat[0].new_ones(len(flat[0]), dtype=torch.bool) if real is None else real.flatten()
-    mean = torch.zeros(len(flat), 1, flat[0].size(-1), device=mask.device)
-    if centered:
-        mean = sum((part.sum(dim=1, keepdim=True) for part, _ in _parts(flat, mask)), mean) / mask.sum()
-    wide = wide_dtype(mask.device)
-    # A difference to the mean that is smaller has no direction.
-    rounding = 1e-6 * torch.linalg.vector_norm(mean, dim=-1, keepdim=True, dtype=wide)
-    sums = torch.zeros(2, len(flat), len(flat), device=mask.device, dtype=wide)
-    for part, real_part in _parts(flat, mask):
-        vectors = part - mean if centered else part
-        norms = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=wide)  # wide: no square is lost
-        counts = real_part.unsqueeze(-1) & (norms > rounding)
-        units = vectors * torch.where(counts, norms.reciprocal(), 0.0)
-        # The product is wide too, since a float32 one may run in TF32 (three digits) when the user asked for speed.
-        sums[0].addmm_(units.flatten(1), units.flatten(1).T)
-        sums[1].addmm_(counts.squeeze(-1).to(wide), counts.squeeze(-1).to(wide).T)
-    return sums
+    total = torch.zeros(len(flat), 1, flat[0].size(-1), device=mask.device, dtype=wide_dtype(mask.device))
+    plain, centered = torch.zeros(2, 2, len(flat), len(flat), device=mask.device, dtype=total.dtype)
+    for vectors, counts in _parts(flat, mask):
+        total += vectors.sum(dim=1, keepdim=True)
+        plain += _cosines(vectors, counts, total.new_zeros(len(flat)))
+    mean = total / mask.sum().clamp(min=1)
+    rounding = 1e-6 * torch.linalg.vector_norm(mean, dim=-1).flatten()
+    for vectors, counts in _parts(flat, mask):
+        centered += _cosines(vectors.sub_(mean), counts, rounding)
+    return torch.stack([plain, centered])
+
+
+def _cosines(vectors: Tensor, real: Tensor, least: Tensor) -> Tensor:
+    """Sums and counts, `[2, layers, layers]`, of `[layers, positions, width]`; shorter than `least`, no direction."""
+    products = torch.einsum("lpw,mpw->plm", vectors, vectors)
+    norms = products.diagonal(dim1=1, dim2=2).sqrt()
+    counts = (real.unsqueeze(-1) & (norms > least)).to(vectors.dtype)
+    inverse = torch.where(counts > 0, norms.reciprocal(), 0.0)
+    return torch.stack([(products * inverse.unsqueeze(2) * inverse.unsqueeze(1)).sum(0), counts.T @ counts])
 
 
 def _parts(flat: Sequence[Tensor], mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the layers' `[positions, width]` piece by piece as float32 `[layers, piece, width]`, zero at padding."""
-    size = max(1, NUMBERS_AT_ONCE // (len(flat) * flat[0].size(-1)))
+    """Yield the layers' `[positions, width]` piece by piece as `[layers, piece, width]`, zero at padding.
+
+    All pieces use one memory, which may be written to. It is wide: no square is lost, nor is a product, since a float32
+    one may run in TF32 (three digits) when the user asked for speed.
+    """
+    size = max(1, min(len(mask), NUMBERS_AT_ONCE // (len(flat) * flat[0].size(-1))))
+    memory = torch.empty(len(flat), size, flat[0].size(-1), device=mask.device, dtype=wide_dtype(mask.device))
     for start in range(0, len(mask), size):
-        piece = slice(start, start + size)
-        layers = torch.stack([state[piece] for state in flat]).float()
-        yield layers.masked_fill_(~mask[piece].unsqueeze(-1), 0.0), mask[piece]
+        real = mask[start : start + size]
+        piece = memory[:, : len(real)]
+        for layer, state in zip(piece, flat, strict=True):
+            layer.copy_(state[start : start + size])
+        yield piece.masked_fill_(~real.unsqueeze(-1), 0.0), real
 
 
 def similarity_matrix(sums: Tensor) -> Tensor:
-    """Mean cosine of every pair of layers from `similarity_sums`: `[2, layers, layers] -> [layers, layers]`.
+    """Mean cosine of every pair of layers from `similarity_sums`: `[..., 2, layers, layers] -> [..., layers, layers]`.
 
     NaN where no position counts. The entries beside the diagonal, `[l, l + 1]`, compare each layer with the next.
     """
-    return (sums[0] / sums[1]).clamp(-1.0, 1.0)
+    return (sums[..., 0, :, :] / sums[..., 1, :, :]).clamp(-1.0, 1.0)
 
 
 def angular_distance(first: Tensor, second: Tensor, real: Tensor | None = None) -> Tensor:
@@ -278,7 +286,7 @@ def cosine_similarity(first: Tensor, second: Tensor, real: Tensor | None = None,
 
     Arguments as for `similarity_sums`.
     """
-    return similarity_matrix(similarity_sums([first, second], real, centered))[0, 1]
+    return similarity_matrix(similarity_sums([first, second], real))[int(centered), 0, 1]
 
 
 # ---------------------------------------------------------------- attention
