@@ -50,7 +50,7 @@ def _norms(groups: Sequence[Sequence[nn.Parameter]], tensors: Mapping[nn.Paramet
     return torch.stack([torch.linalg.vector_norm(norms[row]) if row else missing for row in rows])
 
 
-def _norm_of_each(tensors: Sequence[Tensor]) -> Tensor:
+def _norm_of_each(tensors: list[Tensor]) -> Tensor:
     """L2 norm of each tensor by itself, as `[tensors]`, in float64 where the device has it.
 
     On a CPU float64 takes eight times as long, and a look at a number nothing: there only the norms whose squares
