@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Adam, Optimizer
@@ -420,7 +421,9 @@ class TranslationTask(LightningModule):
         if checkpoint["clipping"]["class"] == type(self.clipping).__name__:
             self.clipping.restore(checkpoint["clipping"]["state"])
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
+        # A validation on its own has the step of the one within fit, which comes before its update is counted.
+        ahead = 1 if self.trainer.state.fn == TrainerFn.VALIDATING else 0
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, checkpoint["global_step"] - ahead)
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

@@ -20,7 +20,7 @@ SHOWN = ("train/", "val/", "test/")
 
 
 def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> RenderableType:
-    """Scores and diagnostics of a run, samples of its translations, and the files it left."""
+    """Scores and diagnostics of a run, in numbers and in words, and the files it left."""
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
@@ -32,9 +32,9 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
             for key, value in sorted(callback.summary().items()):
                 table.add_row(key, f"{value:.3g}")
     parts: list[RenderableType] = [table]
-    signature = getattr(trainer.lightning_module, "evaluation", None)
-    if signature is not None:
-        parts.append(Text(f"BLEU {signature.signatures['bleu']}", style="dim"))
+    evaluation = getattr(trainer.lightning_module, "evaluation", None)
+    if evaluation is not None:
+        parts += [Text(f"{name} {signature}", style="dim") for name, signature in evaluation.signatures.items()]
     for logger in trainer.loggers:
         if isinstance(logger, Narrator) and (logger.diary.measured or logger.diary.findings):
             parts += [Text(""), *words(logger.diary)]

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -382,7 +383,7 @@ def weights_and_biases(folder: Path) -> Logger:
     asked = os.environ.get("WANDB_MODE") or None
     if asked is not None and asked not in WANDB_MODES:
         raise UserError(f"the environment variable WANDB_MODE is {asked}; {', '.join(WANDB_MODES)} would do")
-    mode = WANDB_MODES[asked or "online"]
+    mode = WANDB_MODES[asked or wandb.setup().settings.mode]  # `wandb offline` and `wandb disabled` leave it in a file
     if mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
         if asked:
             raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; wandb login, or offline, would do")
@@ -413,7 +414,9 @@ def plugin_folders(arguments: list[str]) -> list[Path]:
 
 def run(arguments: list[str], command: type[Command] = Command) -> int:
     """Carry out a verb of LightningCLI."""
-    assert hasattr(jsonargparse._typehints, "discard_init_args_on_class_path_change")
+    if not hasattr(jsonargparse._typehints, "discard_init_args_on_class_path_change"):
+        wanted = next(line for line in requires("stabilize-nmt") or [] if line.startswith("jsonargparse"))
+        raise UserError(f"jsonargparse {version('jsonargparse')} is not known to work; pip install '{wanted}'")
     jsonargparse._typehints.discard_init_args_on_class_path_change = keep_no_arguments_of_another_class
     kernels.keep_freed_memory()
     sys.path += [str(folder) for folder in plugin_folders(arguments) if str(folder) not in sys.path]

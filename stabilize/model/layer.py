@@ -19,6 +19,9 @@ from stabilize.strategies import Site, Stabilizer, Stream
 
 OUTER_SLOTS = ("norm", "out")
 
+MOST_GRAPHS = 64
+"""That one run may compile."""
+
 
 @dataclass(frozen=True)
 class Context:
@@ -37,6 +40,11 @@ class Context:
     memory: Tensor | None = None
     memory_mask: Tensor | None = None
     cache: Cache | None = None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of batch, length and source length."""
+        return (*self.real.shape, *(() if self.memory is None else self.memory.shape[1:2]))
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,8 @@ class Layer(nn.Module):
 
     def forward(self, stream: Stream, carry: dict[str, Tensor], context: Context) -> tuple[Stream, dict[str, Tensor]]:
         """`run`, compiled or checkpointed where asked."""
-        compiles = self.compiled and context.cache is None  # a cache changes with every token and would compile anew
+        # A cache changes with every token, and a size of one is compiled for itself: both would compile anew and anew.
+        compiles = self.compiled and context.cache is None and 1 not in context.sizes
         run: Callable[..., Any] = functools.partial(compiled_run(), self) if compiles else self.run
         if self.checkpointed and torch.is_grad_enabled():
             return checkpoint(run, stream, carry, context, use_reentrant=False)
@@ -146,5 +155,14 @@ class Layer(nn.Module):
 
 @functools.cache
 def compiled_run() -> Callable[..., Any]:
-    """`Layer.run`, compiled once for all layers: a compiled bound method would stay with the layer it was made of."""
-    return torch.compile(Layer.run, fullgraph=True, dynamic=True)
+    """`Layer.run`, compiled once for all layers: a compiled bound method would stay with the layer it was made of.
+
+    Sizes that happen to be equal are not taken for the same size. The limit on graphs is torch's guard against endless
+    compiling, which ends the run; stacks, training, evaluation and precisions together may need more than its eight.
+    """
+    import torch._dynamo.config as dynamo  # half a second that only who compiles should wait for
+    import torch.fx.experimental._config as shapes
+
+    run = torch.compile(Layer.run, fullgraph=True, dynamic=True)
+    limited = dynamo.patch(recompile_limit=MOST_GRAPHS)(run)
+    return shapes.patch(use_duck_shape=False)(limited)  # type: ignore[attr-defined]

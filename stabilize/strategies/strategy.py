@@ -8,6 +8,7 @@ import inspect
 from abc import ABC
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from stabilize.errors import UserError
@@ -31,7 +32,7 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
         """How to make this object again, in plain values: `{class_path, init_args}`. Checkpoints hold this.
 
         Raises:
-            UserError: the class does not keep an argument under its own name.
+            UserError: the class does not keep an argument under its own name, or keeps one that no checkpoint can hold.
         """
         names = list(inspect.signature(type(self)).parameters)
         lost = [name for name in names if not hasattr(self, name)]
@@ -41,7 +42,7 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
         arguments = {name: getattr(self, name) for name in names}
         return {
             "class_path": f"{type(self).__module__}.{type(self).__qualname__}",
-            "init_args": {name: a.spec() if isinstance(a, Strategy) else a for name, a in arguments.items()},
+            "init_args": {name: _plain(value, f"{type(self).__name__}.{name}") for name, value in arguments.items()},
         }
 
     def form(self, weight: Tensor, site: Site, role: Role) -> nn.Module | None:
@@ -62,6 +63,26 @@ class Strategy(ABC):  # noqa: B024  its subclasses, the bases of the axes, have 
         return []
 
 
+PLAIN = (type(None), bool, int, float, str, torch.dtype)
+"""What `torch.load(weights_only=True)` reads back as it was, in lists, tuples and dicts too."""
+
+
+def _plain(value: Any, name: str) -> Any:
+    """The argument `name` in plain values."""
+    if isinstance(value, Strategy):
+        return value.spec()
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, name) for item in value)
+    if type(value) is dict:
+        return {key: _plain(item, name) for key, item in value.items()}
+    if type(value) not in PLAIN:
+        raise UserError(
+            f"{name} is a {type(value).__name__}, {value!r}, which a checkpoint cannot hold: "
+            "__init__ should take a number or a text, and make of it what it needs"
+        )
+    return value
+
+
 def from_spec(spec: dict[str, Any]) -> Any:
     """The object that `spec` describes.
 
@@ -73,9 +94,14 @@ def from_spec(spec: dict[str, Any]) -> Any:
     chosen = getattr(importlib.import_module(module), name)
     if not (isinstance(chosen, type) and issubclass(chosen, Strategy)):
         raise TypeError(f"{spec['class_path']} is not a strategy")
-    arguments = spec["init_args"].items()
-    nested = {name for name, value in arguments if isinstance(value, dict) and "class_path" in value}
-    return chosen(**{name: from_spec(value) if name in nested else value for name, value in arguments})
+    return chosen(**{name: _made(value) for name, value in spec["init_args"].items()})
+
+
+def _made(value: Any) -> Any:
+    """What `_plain` was given."""
+    if isinstance(value, dict):
+        return from_spec(value) if "class_path" in value else {key: _made(item) for key, item in value.items()}
+    return type(value)(map(_made, value)) if isinstance(value, list | tuple) else value
 
 
 class Part(Strategy, nn.Module):

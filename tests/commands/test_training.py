@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import json
 import os
 import pty
 import re
@@ -185,6 +186,17 @@ def test_a_bad_checkpoint_is_one_sentence(
     assert not (here / "intruded").exists()
 
 
+def test_a_validation_alone_belongs_to_the_update_of_the_one_in_fit(here: Path) -> None:
+    assert main(["fit", "--config=tiny.yaml", "--trainer.val_check_interval=2"]) == 0
+    (fitted,) = runs(here)
+    words = [f"--config={fitted}/config.yaml", f"--ckpt_path={fitted}/checkpoints/last.ckpt"]
+    assert main(["validate", *words, "--trainer.default_root_dir=alone"]) == 0
+    (alone,) = (here / "alone").iterdir()
+    for run in (fitted, alone):
+        assert [row["step"] for row in rows(run) if "val/nll" in row] == [1]
+        assert json.loads((run / "summary.json").read_text())["best/val_nll_update"] == 2
+
+
 def test_weights_are_asked_for(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in ("validate", "test", "predict"):
         message = refused(capsys, verb, f"--config={trained}/config.yaml")
@@ -192,6 +204,33 @@ def test_weights_are_asked_for(trained: Path, here: Path, capsys: pytest.Capture
 
 
 # ---------------------------------------------------------------------- settings
+
+
+CALLBACK = """
+from lightning.pytorch import Callback
+
+
+class Counter(Callback):
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def on_train_end(self, *_) -> None:
+        print(f"counted from {self.count}")
+"""
+
+
+def test_a_callback_of_another_distribution_is_used_by_name(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metadata = here / "site" / "counter-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: counter\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[stabilize.callbacks]\nCounter = counter_of_updates:Counter\n")
+    (here / "site" / "counter_of_updates.py").write_text(CALLBACK)
+    monkeypatch.syspath_prepend(here / "site")
+    words = ["--trainer.callbacks+=Counter", "--trainer.callbacks.start=41", "--trainer.logger=false"]
+    assert main(["fit", "--config=tiny.yaml", *words]) == 0
+    assert "counted from 41" in capsys.readouterr().out
 
 
 def callbacks(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[type]:
@@ -447,9 +486,9 @@ def without_input(command: list[str], environment: dict[str, str]) -> tuple[int,
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("way", ["script", "module"])
+@pytest.mark.parametrize("way", ["script", "module", "file"])
 def test_a_strategy_beside_the_config_and_nobody_to_ask(way: str, here: Path) -> None:
-    """Without a W&B key: the script under a terminal, the module with its input closed."""
+    """Without a W&B key: the script under a terminal, the module and its file with their input closed."""
     (here / "configs").mkdir()
     (here / "configs" / "beside.py").write_text(STRATEGY)
     (here / "configs" / "beside.yaml").write_text("model: {stabilizer: {residual: beside.Tenfold}}\n")
@@ -460,7 +499,11 @@ def test_a_strategy_beside_the_config_and_nobody_to_ask(way: str, here: Path) ->
     if way == "script":
         code, shown, errors = under_a_terminal([*script(), *words], environment)
     else:
-        module = [sys.executable, "-m", "stabilize", *words]
+        module = [
+            sys.executable,
+            *{"module": ["-m", "stabilize"], "file": [ROOT / "stabilize/__main__.py"]}[way],
+            *words,
+        ]
         code, shown, errors = without_input(module, environment | {"PYTHONPATH": str(ROOT)})
     assert (code, errors) == (0, "")
     assert "account" not in shown.lower()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import enum
 import io
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from stabilize.errors import UserError
 from stabilize.model import Sizes
 from stabilize.strategies import (
     B2T,
     DLCL,
+    DeepNormResidual,
     HyperConnections,
     NoNorm,
     NoWarmup,
@@ -21,10 +27,12 @@ from stabilize.strategies import (
     PreNorm,
     QKNorm,
     ResiDual,
+    Residual,
     RMSNorm,
     ScaledSum,
     Stabilizer,
 )
+from stabilize.strategies.strategy import from_spec
 from tests.models import DEEP_NORM, STABILIZERS, every_stabilizer
 
 
@@ -123,6 +131,38 @@ def test_a_spec_keeps_the_arguments() -> None:
     assert again.epsilon.float16 == 1e-4
     assert again.attention.over == "projection"
     assert Stabilizer.from_spec(Stabilizer(residual=DLCL("sum")).spec()).residual.normalize == "sum"
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Chain(Residual):
+    """Takes whatever it is given."""
+
+    def __init__(self, parts: Any) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def write(self, stream: Any, branch: Tensor) -> Any:
+        return stream + branch
+
+
+def test_a_spec_goes_into_lists_and_dicts() -> None:
+    given = Chain([ScaledSum(0.5), {"last": (DeepNormResidual(), torch.float16, None, "text")}])
+    file = io.BytesIO()
+    torch.save(given.spec(), file)
+    file.seek(0)
+    first, others = from_spec(torch.load(file, weights_only=True)).parts
+    assert (type(first), first.sum_scale) == (ScaledSum, 0.5)
+    assert type(others["last"][0]) is DeepNormResidual
+    assert others["last"][1:] == (torch.float16, None, "text")
+
+
+@pytest.mark.parametrize("value", [Path("weights"), Colour.RED, object(), [np.float64(1.0)]])
+def test_what_no_checkpoint_can_hold_is_refused_by_name(value: object) -> None:
+    with pytest.raises(UserError, match=r"^Chain\.parts is a \w+, .* which a checkpoint cannot hold"):
+        Chain(value).spec()
 
 
 def test_a_spec_of_something_else_is_refused() -> None:
