@@ -5,7 +5,7 @@
                                     if any, are added too: --data.init_args.train_pairs=400 --model.width=16
     <!-- test: parse -->            only read: `stabilize fit … --print_config`
     <!-- test: by PATH -->          the file PATH has these very lines
-    <!-- test: by PATH::NAME -->    the test NAME in the file PATH covers it
+    <!-- test: by PATH::NAME -->    the test NAME in the file PATH covers it: that file has each of its words
 
 A block is one script, run in a folder that looks like the checkout and has its own runs/.
 """
@@ -89,6 +89,13 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def said(script: str) -> list[str]:
+    """The verbs and the options of a script's commands, those of other tools than ours and W&B's left out."""
+    commands = [line.split("#")[0].split() for line in script.replace("\\\n", " ").splitlines()]
+    ours = [rest for first, *rest in filter(None, commands) if first in ("stabilize", "wandb")]
+    return [word for words in ours for word in words if re.fullmatch(r"--\w[\w.-]*|[a-z]+", word)]
+
+
 @pytest.mark.parametrize("block", blocks(README.read_text(encoding="utf-8")), ids=str)
 def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path) -> None:
     if block.mark.startswith("by "):
@@ -96,6 +103,7 @@ def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path) -
         source = (ROOT / path).read_text(encoding="utf-8")
         if test:
             assert f"def {test}(" in source
+            assert [word for word in said(block.script) if word not in source] == []
         else:
             assert set(block.script.splitlines()) <= {line.strip() for line in source.splitlines()}
     else:
