@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,18 @@ def ignored() -> list[str]:
     return [line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").split()]
 
 
+def index_of_torch(python: Path) -> str:
+    """PyTorch's own index, as the Dockerfile names it; where that is out of reach, the one where this machine's pip
+    looks."""
+    (default,) = (rest.partition("=")[2] for name, rest in instructions() if name == "ARG")
+    try:
+        urllib.request.urlopen(f"{default}/torch/", timeout=20).close()
+    except OSError:
+        return index_of_pip(python)
+    return default
+
+
 def index_of_pip(python: Path) -> str:
-    """Where this machine's pip looks: it stands in for PyTorch's own index, which a test cannot count on."""
     constant = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     for command in (["-m", "pip", "config", "get", "global.index-url"], ["-c", constant]):
         found = subprocess.run([python, *command], capture_output=True, text=True)
@@ -67,7 +78,7 @@ def test_its_lines_make_an_environment_in_which_the_command_runs(tmp_path: Path)
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")},
         "PATH": f"{tmp_path / 'usr' / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "TORCH_INDEX": os.environ.get("TORCH_INDEX") or index_of_pip(tmp_path / "usr" / "bin" / "python"),
+        "TORCH_INDEX": os.environ.get("TORCH_INDEX") or index_of_torch(tmp_path / "usr" / "bin" / "python"),
     }
     folder = tmp_path
 
