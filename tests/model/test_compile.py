@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from stabilize.model import EncoderDecoder
 from stabilize.model.layer import compiled_run
+from stabilize.strategies import LayerEpsilon, Norm, PostNorm, Stabilizer
+from stabilize.strategies.menu import menu
 from tests.models import SOURCE, TARGET, assert_equal, disturb, every_stabilizer, model_of, sentences
 
 MOST_GRAPHS = 4
@@ -72,6 +74,19 @@ def test_18_layers_a_stack_share_four_graphs(name: str, graphs: Graphs) -> None:
     compiled(model)
     for batch, expected in zip(batches, eager, strict=True):
         assert_equal(seeded(model, *batch), expected)
+    assert graphs.count <= MOST_GRAPHS
+
+
+@pytest.mark.parametrize("norm", [norm() for norm in menu(Norm)], ids=repr)
+def test_an_epsilon_of_its_own_costs_a_layer_no_graph(norm: Norm, graphs: Graphs) -> None:
+    """And is the one it was given: on streams this small it decides the output."""
+    epsilons = [10.0 ** -(layer % 7) for layer in range(8)]
+    model = model_of(Stabilizer(PostNorm(), norm=norm, epsilon=LayerEpsilon(epsilons, epsilons[::-1])), 8, 8).train()
+    batches = [(sentences(rows, source), sentences(rows, target)) for rows, source, target in SIZES]
+    eager = [seeded(model, *batch) for batch in batches]
+    compiled(model)
+    for batch, expected in zip(batches, eager, strict=True):
+        assert_equal(seeded(model, *batch), expected, 3e-6)
     assert graphs.count <= MOST_GRAPHS
 
 
