@@ -101,6 +101,8 @@ class TranslationTask(LightningModule):
         """Of the last update, per target token."""
         self.gradients = Gradients([])
         """Of the update being made."""
+        self._prepared = False
+        """Whether the weights are past their first batch, here or in the run that they were loaded from."""
         self._tally = _Tally()
         self._optimizers_before: list[dict[str, Any]] = []
         self._generators_before: list[dict[str, Any]] = []
@@ -204,10 +206,11 @@ class TranslationTask(LightningModule):
         ]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 0 and self.trainer.global_step == 0:
+        if not self._prepared and self.trainer.global_step == 0:
             for part in self.model.modules():
                 if isinstance(part, Part):
                     part.prepare(self.model, batch)
+        self._prepared = True
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, nll, tokens = self.loss(batch)
@@ -435,6 +438,7 @@ class TranslationTask(LightningModule):
         task.tokenizer = Tokenizer(checkpoint["tokenizer"])
         task._build(checkpoint["precision"])
         task.load_state_dict(checkpoint["state_dict"])
+        task._prepared = checkpoint["global_step"] > 0
         return task.eval()
 
 
