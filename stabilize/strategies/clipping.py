@@ -33,7 +33,9 @@ class Clipping(Strategy):
 class NoClipping(Clipping):
     """Gradients are left as they are.
 
-    g <- g
+        g <- g
+
+    Also: the trainer's own clipping still acts where it is set.
     """
 
     def clip(self, gradients: Gradients) -> None:
