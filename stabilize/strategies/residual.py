@@ -123,15 +123,17 @@ class ScaledSum(Residual):
         return {"sum_scale": self.factor}
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
-        if stabilizer.placement.normalizes_stream:
-            name = type(stabilizer.placement).__name__
+        placement = stabilizer.placement
+        if placement.normalizes_sums:
+            name = type(placement).__name__
             return [f"ScaledSum under {name}: a norm follows the sum at once and takes the scale out again"]
-        left = self.factor ** (site.layers * len(site.roles))
+        sums = placement.free_sums(site)
+        left = self.factor**sums
         if not left < 0.01:
             return []
         return [
-            f"ScaledSum over the {site.layers} layers of the {site.stack} leaves {left:.1e} of the skip path, and of "
-            "the first layer's gradient by it; the scale comes from shallow convolutional models (arXiv:1705.03122)"
+            f"ScaledSum over {sums} sums of the {site.stack} without a norm between them leaves {left:.1e} of the skip "
+            "path, and of the gradient by it; the scale comes from shallow convolutional models (arXiv:1705.03122)"
         ]
 
 
@@ -388,9 +390,11 @@ class BranchNorm(Residual):
 
 
 class NoResidual(Residual):
-    """No skip at all: the branch takes the stream's place. Here to be measured, not to be used.
+    """No skip at all: the branch takes the stream's place.
 
-    x ⊕ f = f
+        x ⊕ f = f
+
+    Also: here to be measured, not to be used.
     """
 
     def write(self, stream: Tensor, branch: Tensor) -> Tensor:
