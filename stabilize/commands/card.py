@@ -25,7 +25,7 @@ def card(
     model = EncoderDecoder(vocabulary, sizes, stabilizer, decoder_stabilizer, precision)
     strategies = {id(p): p for part in model.modules() if isinstance(part, Part) for p in part.parameters()}
     total, own = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in strategies.values())
-    parts.append(Text(f"{total:,} parameters, {own:,} of them in norms and residuals"))
+    parts.append(Text(f"{total:,} parameters, {own:,} of them the stabiliser's own"))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in about.warnings]
     return Panel(Group(*parts), title=about.title, title_align="left")
 
