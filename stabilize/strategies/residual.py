@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -59,6 +59,9 @@ class Residual(Part):
 
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         """Parameters of the copy around a layer, or at the end of the stack, where the layer's number is one more."""
+
+    def share_with(self, branches: Sequence[Residual]) -> None:
+        """Give the copies at the branches of a layer what they have in common with this one around it."""
 
     def start(self, x: Tensor) -> Stream:
         """The stream that begins with the embedding x `[batch, length, width]`."""
@@ -272,25 +275,16 @@ class ReZero(Residual):
     Paper: Bachlechner et al. 2020, arXiv:2003.04887
     """
 
-    plain_in_layers = False
-
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         if site.role == "layer":
             self.alpha = nn.Parameter(torch.zeros(()))
 
-    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
-        self.last = site.role == site.roles[-1]
+    def share_with(self, branches: Sequence[Residual]) -> None:
+        for branch in branches:
+            branch.alpha = self.alpha
 
-    def link(self, x: Tensor, layer: Callable[[Stream], Stream]) -> Tensor:
-        return layer((x, self.alpha))  # branch hands it to branch, the last one leaves it out
-
-    def read(self, stream: tuple[Tensor, Tensor]) -> Tensor:
-        return stream[0]
-
-    def write(self, stream: tuple[Tensor, Tensor], branch: Tensor) -> Stream:
-        x, alpha = stream
-        x = x + alpha * branch
-        return x if self.last else (x, alpha)
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return stream + self.alpha * branch
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
         if number_format(precision) != torch.float16:
@@ -559,6 +553,9 @@ class StochasticDepth(Residual):
 
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         self.around.build(site, norm=norm)
+
+    def share_with(self, branches: Sequence[Residual]) -> None:
+        self.around.share_with([branch.around for branch in branches if isinstance(branch, StochasticDepth)])
 
     def start(self, x: Tensor) -> Stream:
         return self.around.start(x)
