@@ -263,12 +263,13 @@ class SigmaReparam(PlainAttention):
         W_hat = gamma W / sigma(W), sigma(W) the largest singular value of W;  gamma is one number a matrix, learnt
 
     Also: for query, key and value each by itself, and not for embeddings; attention itself stays as it is. Published
-    on post-norm. sigma(W) = u^T W v with u and v from one power iteration an update, constants to the gradient.
+    on post-norm. sigma(W) = u^T W v with u and v from one power iteration an update, constants to the gradient. Checked
+    in the authors' notes and code; the paper's own text was not at hand.
     Paper: Zhai et al. 2023, arXiv:2303.06296
 
     Args:
-        start: of gamma; `one` as in the paper and its JAX code, which takes the initialisation's gains out, `spectral`
-            is sigma(W), so that the model starts as it was drawn, as in its PyTorch code, which did the translation.
+        start: of gamma; `one` as in the authors' JAX code, which takes the initialisation's gains out, `spectral` is
+            sigma(W), so that the model starts as it was drawn, as in their PyTorch code, which did the translation.
     """
 
     helps_depth = True

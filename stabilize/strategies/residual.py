@@ -173,7 +173,8 @@ class AdminResidual(Residual):
     Paper: Liu et al. 2020, arXiv:2004.08249
 
     Args:
-        profile: `paper` as above; `released` as the authors' code, in which the skip's own variance counts too:
+        profile: `paper` as above, by a reading note on the paper, whose own text was not at hand; `released` as the
+            authors' code, which was read, and in which the skip's own variance counts too:
             omega_(i+1)^2 = Var(omega_i x) + Var f_i, omega_i in place when the next branch is measured.
     """
 
@@ -474,8 +475,8 @@ class DLCL(Sum):
         x_(l+1) = sum_k w_k norm_k(y_k), y_0 the embedding, unnormed;  within a layer x ⊕ f = x + f
 
     Also: w = 1/(l+1) at the start. With `normalize: sum`, for post-norm layers, x_(l+1) = norm(sum_k w_k y_k), but
-    x_1 = w_0 y_0. The placement's norm at the end of the stack stays. Keeps the output of every layer: time grows with
-    depth squared.
+    x_1 = w_0 y_0; configs/strategies/dlcl_post.yaml sets both. The placement's norm at the end of the stack stays.
+    Keeps the output of every layer: time grows with depth squared.
     Paper: Wang et al. 2019, arXiv:1906.01787
 
     Args:
