@@ -292,7 +292,8 @@ class HybridNorm(PreNorm):
 
     Also: at the end of the stack x <- norm(x). The norms inside attention are of a head's width, one gain shared by
     the heads. Published for decoders without cross-attention, which is treated like self-attention here. Published with
-    RMSNorm, epsilon 1e-5 and N(0, 1/(2.5 d)) weights; configs/strategies/hybrid_norm.yaml sets the norm.
+    RMSNorm, epsilon 1e-5 and N(0, 1/(2.5 width)) weights; configs/strategies/hybrid_norm.yaml sets all, the weights by
+    SmallInit, which is that where the hidden layer is four times as wide, but not cut off at three deviations.
     Paper: Zhuo et al. 2025, arXiv:2503.04598
 
     Args:
