@@ -137,12 +137,20 @@ class TranslationTask(LightningModule):
                 f"model.maximum_length: {longest} or model.positions: sinusoidal would do"
             )
 
-    def configure_optimizers(self) -> Any:
-        groups, factors = self._parameter_groups()
+    def make_optimizer(self, parameters: Any) -> Optimizer:
+        """The optimiser of parameters or groups of them.
+
+        Raises:
+            UserError: its arguments will not do.
+        """
         try:
-            optimizer = self.optimizer(groups)
+            return self.optimizer(parameters)
         except (TypeError, ValueError) as error:  # torch's own words name the argument
             raise UserError(f"model.optimizer cannot be made: {error}") from error
+
+    def configure_optimizers(self) -> Any:
+        groups, factors = self._parameter_groups()
+        optimizer = self.make_optimizer(groups)
         for before in self._optimizers_before:
             check_optimizer(before, settings(optimizer))
         if self.trainer.gradient_clip_val is not None and not isinstance(self.clipping, NoClipping):
