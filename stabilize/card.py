@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from stabilize.model import Sizes
-from stabilize.strategies import AXES, Stabilizer
+from stabilize.strategies import AXES, Clipping, NoClipping, Stabilizer, Strategy
 from stabilize.strategies.menu import entry
+from stabilize.strategies.strategy import from_spec
 
 BOTH = ("encoder", "decoder")
+
+OPTIMIZER = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-9}}
+"""The default of TranslationTask once more: jsonargparse reads a function's arguments only where they are constants."""
+
+SPEED = ("fused", "foreach")
+"""Arguments of torch's optimisers that change no number."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What stands on one axis."""
+    """What stands on one axis, or beside the axes."""
 
     axis: str
     name: str
-    equation: str
-    options: str
+    equation: str = ""
+    options: str = ""
     """Its arguments as they are set."""
-    constants: str
+    constants: str = ""
     """What its formulas give at this depth."""
-    also: str
+    also: str = ""
     """What else the method changes."""
-    paper: str
+    paper: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,16 +43,24 @@ class Card:
 
     title: str
     stacks: dict[str, list[Answer]]
-    """By stack; one entry without a name where both stacks are alike."""
+    """By stack; one entry without a name where both stacks are alike. What is not the default beside the axes comes
+    last in it, or after both stacks."""
     warnings: list[str]
 
 
-def card(sizes: Sizes, stabilizer: Stabilizer, decoder_stabilizer: Stabilizer | None, precision: str) -> Card:
-    """What the stabiliser is in a model of these sizes."""
-    shown = {"": answers(stabilizer, sizes, BOTH)}
+def card(
+    sizes: Sizes,
+    stabilizer: Stabilizer,
+    decoder_stabilizer: Stabilizer | None,
+    precision: str,
+    beside: Sequence[Answer] = (),
+) -> Card:
+    """What the stabiliser is in a model of these sizes, and what is not the default `beside` its axes."""
+    shown = {"": [*answers(stabilizer, sizes, BOTH), *beside]}
     if decoder_stabilizer is not None:
         chosen = zip(BOTH, (stabilizer, decoder_stabilizer), strict=True)
         shown = {stack: answers(one, sizes, (stack,)) for stack, one in chosen}
+        shown |= {"both stacks": [*beside]} if beside else {}
     return Card(
         f"{sizes.encoder_layers}+{sizes.decoder_layers} layers, width {sizes.width}, precision {precision}",
         shown,
@@ -62,25 +78,55 @@ def from_config(config: dict[str, Any]) -> Card:
     sizes = Sizes(**{field.name: model[field.name] for field in dataclasses.fields(Sizes)})
     decoder = model.get("decoder_stabilizer")
     precision = str(config["trainer"].get("precision") or "32-true")
-    return card(sizes, _stabilizer(model["stabilizer"]), _stabilizer(decoder) if decoder else None, precision)
+    clipping = model.get("clipping")
+    others = beside(
+        from_spec(_complete(clipping)) if clipping else NoClipping(),
+        model.get("z_loss") or 0.0,
+        model.get("optimizer") or OPTIMIZER,
+    )
+    return card(sizes, _stabilizer(model["stabilizer"]), _stabilizer(decoder) if decoder else None, precision, others)
+
+
+def beside(clipping: Clipping, z_loss: float, optimizer: dict[str, Any]) -> list[Answer]:
+    """What a task has beside the axes, where it is not the default.
+
+    Args:
+        optimizer: `{class_path, init_args}`.
+    """
+    found = [] if isinstance(clipping, NoClipping) else [_answer("clipping", clipping)]
+    if z_loss:
+        equation = "loss + z_loss (log Z)^2, Z the sum of the exponentials of a token's logits"
+        found.append(Answer("z_loss", f"{z_loss:g}", equation, paper="Chowdhery et al. 2022, arXiv:2204.02311"))
+    if _numbers(optimizer) != _numbers(OPTIMIZER):
+        name, arguments = _numbers(optimizer)
+        options = ", ".join(f"{key}: {value}" for key, value in arguments.items())
+        found.append(Answer("optimizer", name, options=options))
+    return found
+
+
+def _numbers(optimizer: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The class of an optimiser, and those of its arguments that change its numbers."""
+    given = {key: tuple(v) if isinstance(v, list) else v for key, v in (optimizer.get("init_args") or {}).items()}
+    return optimizer["class_path"].rpartition(".")[2], {k: v for k, v in given.items() if v and k not in SPEED}
 
 
 def answers(stabilizer: Stabilizer, sizes: Sizes, stacks: tuple[str, ...]) -> list[Answer]:
     """What stands on each axis, with the constants of some stacks."""
     found = []
     for axis, part in stabilizer.axes.items():
-        about = entry(type(part))
         constants = [
             f"{stack} {name} = {value:.4g}"
             for stack in stacks
             for name, value in part.constants(sizes.site(stack, 1, "layer")).items()
         ]
-        equation = about.equation or about.sentence
-        options = arguments(part.spec())
-        found.append(
-            Answer(axis, type(part).__name__, equation, options, ", ".join(constants), about.also, about.paper)
-        )
+        found.append(_answer(axis, part, ", ".join(constants)))
     return found
+
+
+def _answer(axis: str, part: Strategy, constants: str = "") -> Answer:
+    about = entry(type(part))
+    equation = about.equation or about.sentence
+    return Answer(axis, type(part).__name__, equation, arguments(part.spec()), constants, about.also, about.paper)
 
 
 def arguments(spec: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ VERBS = {
     "bench": "measure what diagnostics cost",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
     "dashboard": "build a workspace in Weights & Biases for the runs of a project",
-    "strategies": "list the strategies of each axis",
+    "strategies": "list the strategies of each axis, and the published bundles",
     "new-strategy": "write a small package with a strategy of your own",
 }
 

@@ -102,6 +102,8 @@ class TranslationTask(LightningModule):
         """Of the last update, per target token."""
         self.gradients = Gradients([])
         """Of the update being made."""
+        self._prepared = False
+        """Whether the weights are past their first batch, here or in the run that they were loaded from."""
         self._tally = _Tally()
         self._optimizers_before: list[dict[str, Any]] = []
         self._generators_before: list[dict[str, Any]] = []
@@ -136,12 +138,20 @@ class TranslationTask(LightningModule):
                 f"model.maximum_length: {longest} or model.positions: sinusoidal would do"
             )
 
-    def configure_optimizers(self) -> Any:
-        groups, factors = self._parameter_groups()
+    def make_optimizer(self, parameters: Any) -> Optimizer:
+        """The optimiser of parameters or groups of them.
+
+        Raises:
+            UserError: its arguments will not do.
+        """
         try:
-            optimizer = self.optimizer(groups)
+            return self.optimizer(parameters)
         except (TypeError, ValueError) as error:  # torch's own words name the argument
             raise UserError(f"model.optimizer cannot be made: {error}") from error
+
+    def configure_optimizers(self) -> Any:
+        groups, factors = self._parameter_groups()
+        optimizer = self.make_optimizer(groups)
         for before in self._optimizers_before:
             check_optimizer(before, settings(optimizer))
         if self.trainer.gradient_clip_val is not None and not isinstance(self.clipping, NoClipping):
@@ -205,10 +215,11 @@ class TranslationTask(LightningModule):
         ]
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        if batch_idx == 0 and self.trainer.global_step == 0:
+        if not self._prepared and self.trainer.global_step == 0:
             for part in self.model.modules():
                 if isinstance(part, Part):
                     part.prepare(self.model, batch)
+        self._prepared = True
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, nll, tokens = self.loss(batch)
@@ -438,6 +449,7 @@ class TranslationTask(LightningModule):
         task.tokenizer = Tokenizer(checkpoint["tokenizer"])
         task._build(checkpoint["precision"])
         task.load_state_dict(checkpoint["state_dict"])
+        task._prepared = checkpoint["global_step"] > 0
         return task.eval()
 
 

@@ -22,26 +22,34 @@ from stabilize.strategies import (
     AdminResidual,
     B2TInit,
     BranchNorm,
+    Cosine,
     CosineAttention,
     DeepNormInit,
     DeepNormResidual,
     DepthScaled,
     DynamicErf,
     DynamicTanh,
+    Exponential,
     FixNorm,
     Fixup,
     HybridNorm,
     HyperConnections,
+    InverseSqrtDecay,
     LayerEpsilon,
     LayerScale,
+    Linear,
     MaskedBatchNorm,
     MixNorm,
+    Noam,
     NoNorm,
     NoResidual,
     NormFormer,
+    NoWarmup,
+    Part,
     PeriNorm,
     PostNorm,
     PowerNorm,
+    PrecisionEpsilon,
     PreNorm,
     QKNorm,
     RealFormer,
@@ -61,7 +69,9 @@ from stabilize.strategies import (
     SubNorm,
     SubNormInit,
     TFixup,
+    Untuned,
     ValueResidual,
+    WarmupStableDecay,
 )
 
 DEEP_NORM = Stabilizer(PostNorm(), DeepNormResidual(), initialization=DeepNormInit())
@@ -123,18 +133,21 @@ STABILIZERS["hyper_connections_then_dlcl"] = Stabilizer(PreNorm(), HyperConnecti
 STARTS: dict[str, tuple[Stabilizer, Stabilizer]] = {
     name: (stabilizer, stabilizer)
     for name, stabilizer in {
-        "t_fixup": Stabilizer(NoNorm(), initialization=TFixup()),
-        "fixup": Stabilizer(NoNorm(), SkipInit(1.0), initialization=Fixup()),
-        "gpt2": Stabilizer(PreNorm(), initialization=GPT2()),
-        "ds_init": Stabilizer(PostNorm(), initialization=DepthScaled()),
-        "small_init": Stabilizer(PostNorm(), initialization=SmallInit()),
-        "b2t_released": Stabilizer(B2T(), initialization=B2TInit()),
-        "layer_epsilon": Stabilizer(PostNorm(), epsilon=LayerEpsilon([1e-5, 1e-6], [1e-6, 1e-5])),
+        "t_fixup": Stabilizer(NoNorm(), initialization=TFixup(), warmup=InverseSqrtDecay()),
+        "fixup": Stabilizer(NoNorm(), SkipInit(1.0), initialization=Fixup(), warmup=NoWarmup()),
+        "gpt2": Stabilizer(PreNorm(), initialization=GPT2(), warmup=Cosine(2, 8)),
+        "ds_init": Stabilizer(PostNorm(), initialization=DepthScaled(), warmup=Noam(2)),
+        "small_init": Stabilizer(PostNorm(), initialization=SmallInit(), warmup=Linear(2)),
+        "b2t_released": Stabilizer(B2T(), initialization=B2TInit(), warmup=WarmupStableDecay(1, 8, 0.8)),
+        "layer_epsilon": Stabilizer(PostNorm(), epsilon=LayerEpsilon([1e-5, 1e-6], [1e-6, 1e-5]), warmup=Exponential()),
+        "precision_epsilon": Stabilizer(PreNorm(), epsilon=PrecisionEpsilon(1e-6, 1e-4), warmup=Untuned()),
     }.items()
 }
 """Those that differ from others in numbers alone; no graph, cache or hook knows of them."""
 
 every_stabilizer = pytest.mark.parametrize("name", STABILIZERS)
+every_start = pytest.mark.parametrize("name", STABILIZERS | STARTS)
+"""Those that differ in numbers alone too."""
 
 VOCABULARY = 20
 PAD, END = 0, 3
@@ -152,11 +165,15 @@ def model_of(name: str | Stabilizer, encoder_layers: int = 2, decoder_layers: in
     return EncoderDecoder(VOCABULARY, sizes, *stabilizers, precision=precision).eval()
 
 
-def disturb(module: nn.Module, deviation: float = 0.05) -> None:
-    """Move every parameter away from where it starts, so that no gain is one and no bias zero."""
+def disturb(module: nn.Module, deviation: float = 0.05, update: int = 2) -> None:
+    """Move every parameter away from where it starts, so that no gain is one and no bias zero, and every clock on to
+    an update, so that no branch that fades in is still zero."""
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=deviation)
+        for part in module.modules():
+            if isinstance(part, Part):
+                part.after_update(update)
 
 
 def sentences(rows: int, length: int) -> Tensor:

@@ -360,7 +360,7 @@ def test_copies_of_a_template_keep_their_own_averages() -> None:
     template = ZClip(warmup=2)
     run(copy.deepcopy(template), NORMS)
     assert template.state() == ZClip().state()
-    assert template.spec()["init_args"] == {"threshold": 2.5, "decay": 0.97, "warmup": 2, "maximum": 1.0}
+    assert template.spec()["init_args"] == {"threshold": 2.5, "decay": 0.97, "warmup": 2, "maximum": None}
 
 
 @pytest.mark.parametrize("clipping", [AdaptiveClipping(), ZClip(warmup=2)], ids=lambda c: type(c).__name__)

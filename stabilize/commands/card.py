@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -14,10 +16,15 @@ from stabilize.strategies import Part, Stabilizer
 
 
 def card(
-    sizes: Sizes, stabilizer: Stabilizer, decoder_stabilizer: Stabilizer | None, precision: str, vocabulary: int
+    sizes: Sizes,
+    stabilizer: Stabilizer,
+    decoder_stabilizer: Stabilizer | None,
+    precision: str,
+    vocabulary: int,
+    beside: Sequence[Answer] = (),
 ) -> RenderableType:
     """What the stabiliser does in a model of these sizes: equations, constants, parameters, warnings, papers."""
-    about = facts(sizes, stabilizer, decoder_stabilizer, precision)
+    about = facts(sizes, stabilizer, decoder_stabilizer, precision, beside)
     parts: list[RenderableType] = []
     for stack, answers in about.stacks.items():
         parts += [Text(stack, style="bold")] if stack else []
@@ -25,7 +32,7 @@ def card(
     model = EncoderDecoder(vocabulary, sizes, stabilizer, decoder_stabilizer, precision)
     strategies = {id(p): p for part in model.modules() if isinstance(part, Part) for p in part.parameters()}
     total, own = sum(p.numel() for p in model.parameters()), sum(p.numel() for p in strategies.values())
-    parts.append(Text(f"{total:,} parameters, {own:,} of them in norms and residuals"))
+    parts.append(Text(f"{total:,} parameters, {own:,} of them the stabiliser's own"))
     parts += [Text(f"warning: {warning}", style="yellow") for warning in about.warnings]
     return Panel(Group(*parts), title=about.title, title_align="left")
 

@@ -1,10 +1,11 @@
-"""`stabilize strategies [AXIS] [NAME]`: the menu, the seven axes and clipping beside them."""
+"""`stabilize strategies [AXIS] [NAME]`: the menu, the seven axes and clipping beside them, and the bundles."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Collection
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -17,12 +18,17 @@ from stabilize.strategies.menu import entry, menu
 USAGE = """usage: stabilize strategies [AXIS] [NAME]
 
 List the strategies of each axis: one sentence, equation, paper. With an axis, only its own; with an axis and a name,
-the whole docstring and the options with their defaults.
+the whole docstring and the options with their defaults. Last come the published bundles in configs/strategies, each of
+them a config to add with -c.
 
 axes: {axes}"""
 
 MENU: dict[str, type[Strategy]] = {**AXES, "clipping": Clipping}
 """What can be chosen from, by axis: the stabiliser's seven, and the task's clipping."""
+
+
+BUNDLES = "configs/strategies"
+"""The folder of the configs of published methods."""
 
 
 def key(axis: str) -> str:
@@ -45,7 +51,16 @@ def show(words: list[str]) -> int:
         return 0
     for axis in axes:
         _print_axis(axis)
+    if not words:
+        _print_bundles()
     return 0
+
+
+def bundles() -> dict[str, Path]:
+    """The configs of published methods by name: the current folder's configs/strategies before the checkout's."""
+    folders = (Path(__file__).parents[2] / BUNDLES, Path(BUNDLES))
+    found = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
+    return dict(sorted(found.items()))
 
 
 def known(word: str, names: Collection[str], kind: str) -> str:
@@ -60,10 +75,25 @@ def known(word: str, names: Collection[str], kind: str) -> str:
     raise UserError(f"no {kind} {word}; {'nearest: ' + ', '.join(near) if near else 'there are ' + ', '.join(names)}")
 
 
-def _print_axis(axis: str) -> None:
-    table = Table(title=key(axis), title_justify="left", show_header=False, box=None, padding=(0, 2))
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
+    return table
+
+
+def _print_bundles() -> None:
+    """Each with the first line of its file, which says what it is and whose."""
+    table = _table(BUNDLES)
+    for name, path in bundles().items():
+        with path.open(encoding="utf-8") as lines:
+            table.add_row(name, _plain(next(lines, "").removeprefix("#").strip()))
+    if table.rows:
+        Console().print(table, "")
+
+
+def _print_axis(axis: str) -> None:
+    table = _table(key(axis))
     for strategy in menu(MENU[axis]):
         about = entry(strategy)
         ours = strategy.__module__.startswith("stabilize.")

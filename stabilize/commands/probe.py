@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stabilize import probe
 from stabilize.commands import profiles
-from stabilize.commands.menu import known
+from stabilize.commands.menu import bundles, known
 from stabilize.commands.mistakes import CONFIG, options
 from stabilize.commands.profiles import Probed
 from stabilize.commands.training import Command, Trainer, folder_name, run
@@ -157,8 +157,7 @@ def paths_of(strategies: Sequence[str]) -> dict[str, Path]:
     Raises:
         UserError: there is no such config, or none is asked for.
     """
-    folders = (Path("configs/strategies"), Path(probe.__file__).parents[1] / "configs" / "strategies")
-    menu = {path.stem: path for folder in reversed(folders) for path in sorted(folder.glob("*.yaml"))}
+    menu = bundles()
     if not strategies:
         raise UserError("strategies is empty; --strategies post_ln pre_ln would do")
     found = {

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import jsonargparse._typehints
 import lightning.pytorch as lightning
+import torch
 import wandb
 from jsonargparse import ArgumentError, Namespace
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -29,6 +30,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
+from torch import nn
 
 from stabilize import checkpoint, kernels, plugins
 from stabilize.callbacks import (
@@ -43,6 +45,7 @@ from stabilize.callbacks import (
     SpikeGuard,
     UpdateRatio,
 )
+from stabilize.card import OPTIMIZER, beside
 from stabilize.commands.card import card
 from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_named, mistake, one_line, options
 from stabilize.commands.narrator import Narrator
@@ -97,9 +100,6 @@ MONITORS = {
 }
 """The callbacks of every run, by their group of keys."""
 
-OPTIMIZER = {"class_path": "torch.optim.Adam", "init_args": {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-9}}
-"""The default of TranslationTask once more: jsonargparse reads a function's arguments only where they are constants."""
-
 
 def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) -> None:
     """Choosing another class on an axis forgets all arguments of the previous one.
@@ -129,7 +129,9 @@ class Trainer(lightning.Trainer):
         """
         vocabulary = getattr(datamodule, "vocabulary", 1)
         parts = (model.sizes, model.stabilizer, model.decoder_stabilizer)
-        Console().print(card(*parts, str(self.precision), vocabulary))
+        optimizer = checkpoint.settings(model.make_optimizer([nn.Parameter(torch.zeros(()))]))
+        others = beside(model.clipping, model.z_loss, optimizer)
+        Console().print(card(*parts, str(self.precision), vocabulary, others))
 
 
 class RunConfig(SaveConfigCallback):

@@ -122,6 +122,7 @@ class Layer(nn.Module):
             Branch(replace(site, role=role), stabilizer, precision, rates, activation) for role in site.roles
         )
         self.link = stabilizer.residual.at(site, norm=functools.partial(stabilizer.make_norm, precision=precision))
+        self.link.share_with([branch.residual for branch in cast(Iterable[Branch], self.branches)])
 
     def run(self, stream: Stream, carry: dict[str, Tensor], context: Context) -> tuple[Stream, dict[str, Tensor]]:
         """The layer itself: the stream after it, and by role what its branches hand to the layer above."""

@@ -426,10 +426,9 @@ def _stack(stack: str, answers: Sequence[Answer]) -> Markup:
     rows = []
     for answer in answers:
         also = f"Also: {answer.also}" if answer.also else ""
+        equation = tag("code", answer.equation) if answer.equation else ""
         lines = [tag("small", line) for line in (answer.options, answer.constants, also, answer.paper) if line]
-        rows.append(
-            join(tag("dt", answer.axis), tag("dd", tag("b", answer.name), " ", tag("code", answer.equation), *lines))
-        )
+        rows.append(join(tag("dt", answer.axis), tag("dd", tag("b", answer.name), " ", equation, *lines)))
     return join(tag("h3", stack) if stack else Markup(), tag("dl", *rows, class_="card"))
 
 

@@ -175,27 +175,41 @@ class SoftCap(AttentionStabilizer):
 
 
 class CosineAttention(AttentionStabilizer):
-    """Logits know the directions of queries and keys, not their lengths.
+    """Logits know the directions of queries and keys, not their lengths; nor do lengths of values count.
 
-        softmax(scale cos(q, k)) v
+        softmax(scale cos(q, k)) value_scale v / |v|
 
-    Also: no 1 / sqrt(d_head). The paper normalises values too; the authors' released code does not, nor does this.
+    Also: no 1 / sqrt(d_head). The 10 is from the authors' released code, which leaves values as they are. That the
+    paper normalises values, and has a scale for logits and one for values, tau and nu, is from a summary of it: where
+    nu stands is read from its name, and its number is not known.
     Paper: Qi et al. 2023, arXiv:2304.09856
 
     Args:
         scale: the largest logit.
         learned: learn one scale a branch, from `scale` on; Henry et al. 2020, arXiv:2010.04245, do so, from about 12.
+        values: `paper` as above; `released` mixes v itself.
+        value_scale: the length of a normalised value.
     """
 
     key_bias = True
     scale: float | nn.Parameter  # a number in the template, what is learnt from there where it is placed
 
-    def __init__(self, scale: float = 10.0, learned: bool = False) -> None:
+    def __init__(
+        self,
+        scale: float = 10.0,
+        learned: bool = False,
+        values: Literal["paper", "released"] = "paper",
+        value_scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        if not 0 < scale < math.inf:
-            raise UserError(f"model.stabilizer.attention.scale is {scale}; a number above zero, such as 10, would do")
+        for key, value, such_as in (("scale", scale, 10), ("value_scale", value_scale, 1)):
+            if not 0 < value < math.inf:
+                would_do = f"a number above zero, such as {such_as}, would do"
+                raise UserError(f"model.stabilizer.attention.{key} is {value}; {would_do}")
         self.scale = scale
         self.learned = learned
+        self.values = values
+        self.value_scale = value_scale
 
     def build(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:  # type: ignore[override]
         if self.learned:
@@ -212,6 +226,8 @@ class CosineAttention(AttentionStabilizer):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float, carried: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
+        if self.values == "paper":
+            value = (self.value_scale * F.normalize(value.float(), dim=-1)).to(value.dtype)
         return kernels.attend(*self._directions(query, key), value, mask, dropout), None
 
 
@@ -247,12 +263,13 @@ class SigmaReparam(PlainAttention):
         W_hat = gamma W / sigma(W), sigma(W) the largest singular value of W;  gamma is one number a matrix, learnt
 
     Also: for query, key and value each by itself, and not for embeddings; attention itself stays as it is. Published
-    on post-norm. sigma(W) = u^T W v with u and v from one power iteration an update, constants to the gradient.
+    on post-norm. sigma(W) = u^T W v with u and v from one power iteration an update, constants to the gradient. Checked
+    in the authors' notes and code; the paper's own text was not at hand.
     Paper: Zhai et al. 2023, arXiv:2303.06296
 
     Args:
-        start: of gamma; `one` as in the paper and its JAX code, which takes the initialisation's gains out, `spectral`
-            is sigma(W), so that the model starts as it was drawn, as in its PyTorch code, which did the translation.
+        start: of gamma; `one` as in the authors' JAX code, which takes the initialisation's gains out, `spectral` is
+            sigma(W), so that the model starts as it was drawn, as in their PyTorch code, which did the translation.
     """
 
     helps_depth = True

@@ -33,7 +33,9 @@ class Clipping(Strategy):
 class NoClipping(Clipping):
     """Gradients are left as they are.
 
-    g <- g
+        g <- g
+
+    Also: the trainer's own clipping still acts where it is set.
     """
 
     def clip(self, gradients: Gradients) -> None:
@@ -110,19 +112,20 @@ class ZClip(Clipping):
 
     Then the averages take in that norm g*: mean <- decay mean + (1 - decay) g*, and the same for (g* - new mean)^2.
 
-    Also: the first updates only fill the averages. As in the released code, all norms, those too, are further kept to
-    `maximum`, of which the averages know nothing. Where |g| is not finite, nothing is changed.
+    Also: the first updates only fill the averages. The released code further keeps all norms, those too, to `maximum`
+    1.0, of which the averages know nothing: where gradients are usually longer, z then does nothing. Where |g| is not
+    finite, nothing is changed.
     Paper: Kumar et al. 2025, arXiv:2504.02507
 
     Args:
         threshold: deviations above the mean from where on a norm stands out.
         decay: how slowly the averages forget.
         warmup: updates until the averages are used.
-        maximum: the largest norm left in any case; none: there is no such bound.
+        maximum: the largest norm left in any case; none, as in the paper: there is no such bound.
     """
 
     def __init__(
-        self, threshold: float = 2.5, decay: float = 0.97, warmup: int = 25, maximum: float | None = 1.0
+        self, threshold: float = 2.5, decay: float = 0.97, warmup: int = 25, maximum: float | None = None
     ) -> None:
         if not threshold > 0:
             raise UserError(f"model.clipping.threshold is {threshold}; it must be above zero, 2.5 is usual")
@@ -131,7 +134,7 @@ class ZClip(Clipping):
         if warmup < 2:
             raise UserError(f"model.clipping.warmup is {warmup}; a variance needs 2 updates or more, 25 is usual")
         if maximum is not None and not maximum > 0:
-            raise UserError(f"model.clipping.maximum is {maximum}; it must be above zero or none, 1.0 is usual")
+            raise UserError(f"model.clipping.maximum is {maximum}; it must be above zero or none")
         self.threshold = threshold
         self.decay = decay
         self.warmup = warmup

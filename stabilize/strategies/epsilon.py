@@ -36,8 +36,9 @@ class Epsilon(Strategy):
         """Epsilon at a site under Lightning's `precision` (`32-true`, `bf16-mixed`, `16-mixed`, ...)."""
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
-        layers = (dataclasses.replace(site, layer=layer) for layer in range(1, site.layers + 1))
-        value, chosen = min(self.at(layer, precision) for layer in layers), number_format(precision)
+        places = [dataclasses.replace(site, layer=layer) for layer in range(1, site.layers + 1)]
+        places.append(dataclasses.replace(site, layer=site.layers + 1, role="final"))
+        value, chosen = min(self.at(place, precision) for place in places), number_format(precision)
         if torch.tensor(value, dtype=chosen) > 0:
             return []
         return [

@@ -178,8 +178,9 @@ class DepthScaled(Initialization):
 
         gain = l^-exponent in layer l, counted in each stack by itself
 
-    Also: published on post-norm. The released code hands l^(-1/2) to an initialiser that scales variances, which is
-    exponent 0.25; the published scores come from there.
+    Also: published on post-norm. The form is from the authors' notes on their code, not from the paper's own text. That
+    code hands l^(-1/2) to an initialiser that scales variances, which is exponent 0.25; the published scores come from
+    there, and configs/strategies/ds_init_released.yaml has it.
     Paper: Zhang et al. 2019, arXiv:1908.11365
 
     Args:

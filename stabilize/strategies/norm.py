@@ -258,8 +258,9 @@ class ScaledLayerNorm(LayerNorm):
 
         y = LayerNorm(x) / sqrt(l) in layer l, counted in each stack by itself;  not at the end of a stack
 
-    Also: published with pre-norm, for decoders alone. Norms inside a branch are scaled too. Not meant to go with GPT2,
-    which shrinks branches by depth as well, say the authors. Their released code does not come to this formula.
+    Also: published with pre-norm, for decoders alone, over weights N(0, 0.02^2). Norms inside a branch are scaled too.
+    Not meant to go with GPT2, which shrinks branches by depth as well, say the authors. Their released code does not
+    come to this formula.
     Paper: Sun et al. 2025, arXiv:2502.05795
     """
 
@@ -381,9 +382,10 @@ class PowerNorm(BatchStatistics):
     first line is the batch's own during warm-up.
 
     Also: published in the encoder alone; configs/strategies/power_norm.yaml keeps LayerNorm in the decoder, where in
-    training the statistics would know of the tokens to come. The released code's backward pass divides by the batch's
-    root after warm-up as well, and takes its means over padding too; during warm-up its psi follows the mean of all
-    batches so far. Each rank has statistics of its own.
+    training the statistics would know of the tokens to come. The released code was read, the paper's algorithm was not:
+    that the backward pass divides by the root that the forward pass took is from another public implementation of it.
+    The released one divides by the batch's root after warm-up as well, and takes its means over padding too; during
+    warm-up its psi follows the mean of all batches so far. Each rank has statistics of its own.
     Paper: Shen et al. 2020, arXiv:2003.07845
 
     Args:

@@ -49,6 +49,8 @@ class Placement(Part):
 
     normalizes_stream: ClassVar[bool] = False
     """True where a norm stands on the stream itself, not only on what a branch reads or gives."""
+    normalizes_sums: ClassVar[bool] = False
+    """True where the first thing after every sum of the stream and a branch is a norm."""
     widens_stream: ClassVar[bool] = False
     """True where the placement keeps more than the residual's stream."""
 
@@ -81,6 +83,10 @@ class Placement(Part):
     def observe(self, stream: Stream) -> Stream:
         """The part of the stream that the residual knows; diagnostics look at it."""
         return stream
+
+    def free_sums(self, site: Site) -> int:
+        """How many sums of the stack of `site` follow one another without a norm on the stream between them."""
+        return 0 if self.normalizes_stream else site.layers * len(site.roles)
 
     def refusals(self, stabilizer: Stabilizer) -> list[str]:
         residual, here = stabilizer.residual, type(self).__name__
@@ -117,7 +123,7 @@ class PostNorm(Placement):
     Paper: Vaswani et al. 2017, arXiv:1706.03762
     """
 
-    normalizes_stream = True
+    normalizes_stream = normalizes_sums = True
 
     def slots(self, site: Site, norm: Callable[..., nn.Module]) -> dict[str, nn.Module]:
         return {} if site.role == "final" else {"norm": norm(site)}
@@ -144,6 +150,7 @@ class B2T(PostNorm):
     """
 
     helps_depth = True
+    normalizes_sums = False
 
     def layer(self, stream: Stream, steps: Sequence[Step]) -> Stream:
         bottom, (*inner, last) = stream, steps
@@ -285,7 +292,8 @@ class HybridNorm(PreNorm):
 
     Also: at the end of the stack x <- norm(x). The norms inside attention are of a head's width, one gain shared by
     the heads. Published for decoders without cross-attention, which is treated like self-attention here. Published with
-    RMSNorm, epsilon 1e-5 and N(0, 1/(2.5 d)) weights; configs/strategies/hybrid_norm.yaml sets the norm.
+    RMSNorm, epsilon 1e-5 and N(0, 1/(2.5 width)) weights; configs/strategies/hybrid_norm.yaml sets all, the weights by
+    SmallInit, which is that where the hidden layer is four times as wide, but not cut off at three deviations.
     Paper: Zhuo et al. 2025, arXiv:2503.04598
 
     Args:
@@ -350,6 +358,9 @@ class MixNorm(PreNorm):
         if self.post_norm:
             return step.norm(step.write(stream, step(step.read(stream))))
         return super().sublayer(stream, step)
+
+    def free_sums(self, site: Site) -> int:
+        return (site.layers - self._post_layers(site)) * len(site.roles)
 
     def constants(self, site: Site) -> dict[str, float]:
         return {"post-norm layers": self._post_layers(site)}

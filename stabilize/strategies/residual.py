@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -59,6 +59,9 @@ class Residual(Part):
 
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         """Parameters of the copy around a layer, or at the end of the stack, where the layer's number is one more."""
+
+    def share_with(self, branches: Sequence[Residual]) -> None:
+        """Give the copies at the branches of a layer what they have in common with this one around it."""
 
     def start(self, x: Tensor) -> Stream:
         """The stream that begins with the embedding x `[batch, length, width]`."""
@@ -123,15 +126,17 @@ class ScaledSum(Residual):
         return {"sum_scale": self.factor}
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
-        if stabilizer.placement.normalizes_stream:
-            name = type(stabilizer.placement).__name__
+        placement = stabilizer.placement
+        if placement.normalizes_sums:
+            name = type(placement).__name__
             return [f"ScaledSum under {name}: a norm follows the sum at once and takes the scale out again"]
-        left = self.factor ** (site.layers * len(site.roles))
+        sums = placement.free_sums(site)
+        left = self.factor**sums
         if not left < 0.01:
             return []
         return [
-            f"ScaledSum over the {site.layers} layers of the {site.stack} leaves {left:.1e} of the skip path, and of "
-            "the first layer's gradient by it; the scale comes from shallow convolutional models (arXiv:1705.03122)"
+            f"ScaledSum over {sums} sums of the {site.stack} without a norm between them leaves {left:.1e} of the skip "
+            "path, and of the gradient by it; the scale comes from shallow convolutional models (arXiv:1705.03122)"
         ]
 
 
@@ -168,7 +173,8 @@ class AdminResidual(Residual):
     Paper: Liu et al. 2020, arXiv:2004.08249
 
     Args:
-        profile: `paper` as above; `released` as the authors' code, in which the skip's own variance counts too:
+        profile: `paper` as above, by a reading note on the paper, whose own text was not at hand; `released` as the
+            authors' code, which was read, and in which the skip's own variance counts too:
             omega_(i+1)^2 = Var(omega_i x) + Var f_i, omega_i in place when the next branch is measured.
     """
 
@@ -270,25 +276,16 @@ class ReZero(Residual):
     Paper: Bachlechner et al. 2020, arXiv:2003.04887
     """
 
-    plain_in_layers = False
-
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         if site.role == "layer":
             self.alpha = nn.Parameter(torch.zeros(()))
 
-    def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
-        self.last = site.role == site.roles[-1]
+    def share_with(self, branches: Sequence[Residual]) -> None:
+        for branch in branches:
+            branch.alpha = self.alpha
 
-    def link(self, x: Tensor, layer: Callable[[Stream], Stream]) -> Tensor:
-        return layer((x, self.alpha))  # branch hands it to branch, the last one leaves it out
-
-    def read(self, stream: tuple[Tensor, Tensor]) -> Tensor:
-        return stream[0]
-
-    def write(self, stream: tuple[Tensor, Tensor], branch: Tensor) -> Stream:
-        x, alpha = stream
-        x = x + alpha * branch
-        return x if self.last else (x, alpha)
+    def write(self, stream: Tensor, branch: Tensor) -> Tensor:
+        return stream + self.alpha * branch
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:
         if number_format(precision) != torch.float16:
@@ -388,9 +385,11 @@ class BranchNorm(Residual):
 
 
 class NoResidual(Residual):
-    """No skip at all: the branch takes the stream's place. Here to be measured, not to be used.
+    """No skip at all: the branch takes the stream's place.
 
-    x ⊕ f = f
+        x ⊕ f = f
+
+    Also: here to be measured, not to be used.
     """
 
     def write(self, stream: Tensor, branch: Tensor) -> Tensor:
@@ -476,8 +475,8 @@ class DLCL(Sum):
         x_(l+1) = sum_k w_k norm_k(y_k), y_0 the embedding, unnormed;  within a layer x ⊕ f = x + f
 
     Also: w = 1/(l+1) at the start. With `normalize: sum`, for post-norm layers, x_(l+1) = norm(sum_k w_k y_k), but
-    x_1 = w_0 y_0. The placement's norm at the end of the stack stays. Keeps the output of every layer: time grows with
-    depth squared.
+    x_1 = w_0 y_0; configs/strategies/dlcl_post.yaml sets both. The placement's norm at the end of the stack stays.
+    Keeps the output of every layer: time grows with depth squared.
     Paper: Wang et al. 2019, arXiv:1906.01787
 
     Args:
@@ -555,6 +554,9 @@ class StochasticDepth(Residual):
 
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         self.around.build(site, norm=norm)
+
+    def share_with(self, branches: Sequence[Residual]) -> None:
+        self.around.share_with([branch.around for branch in branches if isinstance(branch, StochasticDepth)])
 
     def start(self, x: Tensor) -> Stream:
         return self.around.start(x)

@@ -262,7 +262,9 @@ class WarmupStableDecay(Planned):
 class NoWarmup(Warmup):
     """The full learning rate from the first update on.
 
-    factor(t) = 1
+        factor(t) = 1
+
+    Also: post-norm needs a warm-up; pre-norm and methods without norms may do without.
     """
 
     def factor(self, update: int) -> float:

@@ -199,7 +199,7 @@ WRONG = {
     "no tokens": (["--tokens=0"], "tokens is 0; 1 is the least that will do"),
     "a file in the way": (["--out", "tiny.yaml"], "the folder tiny.yaml cannot be made: File exists"),
     "an option mistyped": (["--depth", "6"], "depth is 6: there is no such key"),
-    "a combination": (["--model.stabilizer.residual=ReZero"], "ReZero cannot be combined with B2T"),
+    "a combination": (["--model.stabilizer.residual=HyperConnections"], "HyperConnections cannot be combined with B2T"),
 }
 
 

@@ -379,6 +379,20 @@ def test_a_printed_config_goes_to_every_verb(here: Path, capsys: pytest.CaptureF
         assert main([verb, "--config=printed.yaml"]) == 0
 
 
+def test_the_card_has_what_stands_beside_the_axes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["explain", "--config=tiny.yaml", "--model.z_loss=1e-4", "--model.optimizer=RAdam"]
+    assert main([*words, "--model.clipping=ZClip", "--model.optimizer.lr=0.5"]) == 0
+    card = capsys.readouterr().out
+    for axis, name, first in (
+        ("clipping", "ZClip", r"z = \(\|g\|"),
+        ("z_loss", "0.0001", r"loss \+ z_loss \(log Z\)\^2"),
+        ("optimizer", "RAdam", r"lr: 0\.5"),
+    ):
+        assert re.search(rf"^\W+{axis} +{name} +{first}", card, flags=re.MULTILINE)
+    assert main(["explain", "--config=tiny.yaml", "--model.clipping=NoClipping", "--model.z_loss=0"]) == 0
+    assert not re.search(r"^\W+(clipping|z_loss) ", capsys.readouterr().out, flags=re.MULTILINE)
+
+
 def test_an_optimizer_that_goes_on(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"--config={trained}/config.yaml", f"--ckpt_path={trained}/checkpoints/last.ckpt", "--trainer.max_steps=3"]
     words += ["--trainer.default_root_dir=runs", "--trainer.logger=false"]

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from stabilize.model import EncoderDecoder
 from stabilize.model.layer import compiled_run
+from stabilize.strategies import LayerEpsilon, Norm, PostNorm, Stabilizer
+from stabilize.strategies.menu import menu
 from tests.models import SOURCE, TARGET, assert_equal, disturb, every_stabilizer, model_of, sentences
 
 MOST_GRAPHS = 4
@@ -71,6 +73,21 @@ def test_18_layers_a_stack_share_four_graphs(name: str, graphs: Graphs) -> None:
     compiled(model)
     for batch, expected in zip(batches, eager, strict=True):
         assert_equal(seeded(model, *batch), expected)
+    assert graphs.count <= MOST_GRAPHS
+
+
+NORMS = [norm() for norm in menu(Norm) if norm.__module__.startswith("stabilize.")]
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=repr)
+def test_an_epsilon_of_its_own_costs_a_layer_no_graph(norm: Norm, graphs: Graphs) -> None:
+    """And is the one it was given: on streams this small it decides the output."""
+    epsilons = [1.0, 0.1, 1e-2, 1e-5]
+    model = model_of(Stabilizer(PostNorm(), norm=norm, epsilon=LayerEpsilon(epsilons, epsilons[::-1])), 4, 4).train()
+    rows, source, target = SIZES[0]
+    batch = sentences(rows, source), sentences(rows, target)
+    expected = seeded(model, *batch)
+    assert_equal(seeded(compiled(model), *batch), expected, 3e-6)
     assert graphs.count <= MOST_GRAPHS
 
 

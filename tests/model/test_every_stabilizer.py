@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stabilize.model import Cache, EncoderDecoder, Layer, Sizes
-from stabilize.strategies import Part, Stabilizer
+from stabilize.strategies import AXES, Part, Stabilizer
+from stabilize.strategies.menu import menu
 from tests.models import (
     PAD,
     SOURCE,
@@ -22,6 +25,7 @@ from tests.models import (
     assert_equal,
     disturb,
     every_stabilizer,
+    every_start,
     gradients,
     model_of,
     sentences,
@@ -29,11 +33,25 @@ from tests.models import (
 
 REAL = TARGET != PAD
 
+precisions = pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+TOLERANCE = {"32-true": 1e-6, "bf16-mixed": 3e-2}
+"""bfloat16 has eight bits; the order of a sum then shows in the second digit."""
 
-def disturbed(name: str, **options: float) -> EncoderDecoder:
+
+def autocast(precision: str) -> contextlib.AbstractContextManager[None]:
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")
+
+
+def disturbed(name: str, **options: float | str) -> EncoderDecoder:
     model = model_of(name, **options)
     disturb(model)
     return model
+
+
+def test_every_strategy_of_the_menu_is_tested() -> None:
+    chosen = {type(part) for one in itertools.chain(*(STABILIZERS | STARTS).values()) for part in one.axes.values()}
+    ours = {s for base in AXES.values() for s in menu(base) if s.__module__.startswith("stabilize.")}
+    assert chosen >= ours
 
 
 def loss_of(model: EncoderDecoder) -> Tensor:
@@ -42,15 +60,15 @@ def loss_of(model: EncoderDecoder) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), TARGET[:, 1:].flatten(), ignore_index=PAD)
 
 
-@pytest.mark.parametrize("name", STABILIZERS | STARTS)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@every_start
+@precisions
 def test_five_updates(name: str, precision: str) -> None:
     model = model_of(name, precision=precision, dropout=0.1, attention_dropout=0.1, activation_dropout=0.1).train()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     start, losses = copy.deepcopy(model.state_dict()), []
     parts = [part for part in model.modules() if isinstance(part, Part)]
     for update in range(1, 6):
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        with autocast(precision):
             loss = loss_of(model)
         optimizer.zero_grad()
         loss.backward()
@@ -63,13 +81,16 @@ def test_five_updates(name: str, precision: str) -> None:
     assert all(not value.equal(start[key]) for key, value in model.state_dict().items() if value.is_floating_point())
 
 
-@every_stabilizer
-def test_cached_decoding_equals_full_decoding(name: str) -> None:
-    model = disturbed(name)
-    memory, cache = model.encode(SOURCE), Cache()
-    pieces = [model.decode(piece, memory, cache) for piece in TARGET.split([1, 1, 2, 1], dim=1)]
+@every_start
+@precisions
+def test_cached_decoding_equals_full_decoding(name: str, precision: str) -> None:
+    model, cache = disturbed(name, precision=precision), Cache()
+    with autocast(precision):
+        memory = model.encode(SOURCE)
+        pieces = [model.decode(piece, memory, cache) for piece in TARGET.split([1, 1, 2, 1], dim=1)]
+        whole = model.decode(TARGET, memory)
     assert cache.length == TARGET.size(1)
-    assert_equal(torch.cat(pieces, 1)[REAL], model.decode(TARGET, memory)[REAL])
+    assert_equal(torch.cat(pieces, 1)[REAL], whole[REAL], TOLERANCE[precision])
 
 
 @every_stabilizer
@@ -82,11 +103,28 @@ def test_a_cache_follows_its_rows(name: str) -> None:
     assert_equal(found[REAL[rows, 2:]], model(SOURCE, TARGET)[rows, 2:][REAL[rows, 2:]])
 
 
-@every_stabilizer
-def test_more_padding_changes_nothing(name: str) -> None:
-    model = disturbed(name)
-    padded = model(F.pad(SOURCE, (0, 3)), F.pad(TARGET, (0, 2)))[:, : TARGET.size(1)]
-    assert_equal(padded[REAL], model(SOURCE, TARGET)[REAL])
+@every_start
+@precisions
+def test_more_padding_changes_nothing(name: str, precision: str) -> None:
+    model = disturbed(name, precision=precision)
+    with autocast(precision):
+        padded = model(F.pad(SOURCE, (0, 3)), F.pad(TARGET, (0, 2)))[:, : TARGET.size(1)]
+        assert_equal(padded[REAL], model(SOURCE, TARGET)[REAL], TOLERANCE[precision])
+
+
+@every_start
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@torch.no_grad()
+def test_a_stack_in_bfloat16_is_the_one_in_float32(name: str, side: str) -> None:
+    """What is held against the equations in float32 holds in bfloat16 too."""
+    model = disturbed(name, precision="bf16-mixed")
+    found = []
+    for precision in TOLERANCE:
+        with autocast(precision):
+            memory = model.encode(SOURCE)
+            found.append(memory.states[SOURCE != PAD] if side == "encoder" else model.decode(TARGET, memory)[REAL])
+    exact, half = found
+    assert (half - exact).norm() < 3e-2 * exact.norm()
 
 
 @every_stabilizer
@@ -149,18 +187,20 @@ def test_a_copy_goes_its_own_way(name: str) -> None:
     assert fired(model, twin) == []
 
 
-@pytest.mark.parametrize("name", STABILIZERS | STARTS)
-def test_a_saved_model_comes_back(name: str) -> None:
-    model, file = disturbed(name), io.BytesIO()
+@every_start
+@precisions
+def test_a_saved_model_comes_back(name: str, precision: str) -> None:
+    model, file = disturbed(name, precision=precision), io.BytesIO()
     specs = [stabilizer.spec() for stabilizer in (STABILIZERS | STARTS)[name]]
     torch.save({"specs": specs, "weights": model.state_dict()}, file)
 
     file.seek(0)
     saved = torch.load(file, weights_only=True)
-    stabilizers = [Stabilizer.from_spec(spec) for spec in saved["specs"]]
-    again = EncoderDecoder(VOCABULARY, Sizes(2, 3, 16, 2, 32), *stabilizers).eval()
+    made = [Stabilizer.from_spec(spec) for spec in saved["specs"]]
+    again = EncoderDecoder(VOCABULARY, Sizes(2, 3, 16, 2, 32), *made, precision=precision).eval()
     again.load_state_dict(saved["weights"])
-    assert again(SOURCE, TARGET).equal(model(SOURCE, TARGET))
+    with autocast(precision):
+        assert again(SOURCE, TARGET).equal(model(SOURCE, TARGET))
 
 
 @every_stabilizer

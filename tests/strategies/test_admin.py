@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stabilize.model import EncoderDecoder, Sizes
 from stabilize.strategies import Part, PostNorm, PreNorm, Stabilizer, Sum
 from stabilize.strategies.residual import AdminResidual, StochasticDepth
+from stabilize.task import TranslationTask
 from tests.models import assert_equal
 from tests.tasks import fit, sentence_batch, small_task, small_trainer, weights
 
@@ -144,3 +145,17 @@ def test_a_resumed_run_keeps_its_profile(tmp_path: Path) -> None:
     fit(small_trainer(tmp_path / "resumed", max_epochs=2), resumed, batches, ckpt_path=tmp_path / "half.ckpt")
     for name, tensor in weights(task).items():
         assert_equal(dict(resumed.named_parameters())[name].detach(), tensor)
+
+
+def test_weights_that_were_trained_are_not_profiled_again(tmp_path: Path) -> None:
+    """Fine-tuning from a checkpoint is a run of its own, with an update number of its own; omega has learnt."""
+    trainer = small_trainer(tmp_path / "first", max_epochs=1)
+    fit(trainer, small_task(admin(), encoder_layers=2), [sentence_batch(0, 1)])
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+
+    task = TranslationTask.load_from_checkpoint(
+        tmp_path / "first.ckpt", optimizer=functools.partial(torch.optim.SGD, lr=0.0)
+    )
+    before = weights(task)
+    fit(small_trainer(tmp_path / "second", max_epochs=1), task.train(), [sentence_batch(2, 3)])
+    assert all(value.equal(before[name]) for name, value in weights(task).items())

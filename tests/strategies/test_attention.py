@@ -113,10 +113,18 @@ def test_soft_cap_bends_the_logits_before_the_mask(place: tuple[str, int], cap: 
 @PLACES
 @pytest.mark.parametrize("scale", [10.0, 3.0])
 @pytest.mark.parametrize("learned", [False, True])
-def test_cosine_attention_knows_only_directions(place: tuple[str, int], scale: float, learned: bool) -> None:
-    """softmax(scale cos(q, k)): no 1 / sqrt(d_h) beside it (LipsFormer, arXiv:2304.09856)."""
-    attention, seen, (query, key, value), x = at_place(CosineAttention(scale, learned), place)
-    attention.stabilizer = CosineAttention(scale, learned).at(SITE, norm=nn.Identity)  # with its scale undisturbed
+@pytest.mark.parametrize("length", [None, 1.0, 2.5], ids=["released", "paper", "paper_longer"])
+def test_cosine_attention_knows_only_directions(
+    place: tuple[str, int], scale: float, learned: bool, length: float | None
+) -> None:
+    """softmax(tau cos(q, k)) nu v / |v|: no 1 / sqrt(d_h) beside it; v itself in the released code (LipsFormer,
+    arXiv:2304.09856)."""
+    chosen = CosineAttention(scale, learned, "released") if length is None else CosineAttention(scale, learned)
+    chosen.value_scale = length or 7.0  # which the released code does not have
+    attention, seen, (query, key, value), x = at_place(chosen, place)
+    attention.stabilizer = chosen.at(SITE, norm=nn.Identity)  # with its scale undisturbed
+    if length is not None:
+        value = length * value / value.square().sum(-1, keepdim=True).sqrt()
     assert len(list(attention.stabilizer.parameters())) == learned
     cosine = F.cosine_similarity(query[:, :, :, None], key[:, :, None], dim=-1)
     mask = seen.memory_mask if place[1] else seen.mask
@@ -133,7 +141,7 @@ def test_cosine_attention_of_zeros_is_finite(dtype: torch.dtype) -> None:
     (mixed * torch.randn_like(mixed)).sum().backward()
     assert mixed.isfinite().all()
     assert mixed.dtype == dtype
-    assert query.grad.isfinite().all()
+    assert all(given.grad.isfinite().all() for given in (query, value))
 
 
 @pytest.mark.parametrize("chosen", [SoftCap(), CosineAttention()], ids=lambda chosen: type(chosen).__name__)

@@ -116,6 +116,13 @@ def test_an_epsilon_that_rounds_to_zero_is_said(epsilon: Epsilon, precision: str
     assert warns == (torch.tensor(epsilon.at(SITE, precision)).to(FORMATS[precision]).item() == 0)
 
 
+@pytest.mark.parametrize(
+    "values", [{"encoder": [1e-5, 1e-12]}, {"encoder": [1e-5], "default": 1e-12}], ids=["layer", "end"]
+)
+def test_so_is_one_of_a_layer_or_of_the_end_of_a_stack(values: dict) -> None:
+    assert len(Stabilizer(epsilon=LayerEpsilon(**values)).warnings(SITE, "16-mixed")) == 1
+
+
 FORMATS = {"16-mixed": torch.float16, "16-true": torch.float16, "bf16-mixed": torch.bfloat16, "32-true": torch.float32}
 
 

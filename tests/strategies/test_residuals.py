@@ -65,8 +65,8 @@ def placed(residual: Residual, side: str, layers: int = 3, layer: int = 1, role:
     return residual.at(site, norm=functools.partial(Stabilizer().make_norm, precision="32-true"))
 
 
-def moved(stack: Stack) -> tuple[Stack, Tensor]:
-    disturb(stack, 0.3)
+def moved(stack: Stack, update: int = 2) -> tuple[Stack, Tensor]:
+    disturb(stack, 0.3, update)
     return stack, torch.randn(2, 5, WIDTH)
 
 
@@ -201,7 +201,8 @@ def test_rezero_shares_one_scalar_a_layer(side: str) -> None:
     assert run(stack, x).equal(x)
     scales = [list(layer.link.parameters()) for layer in stack.layers]
     assert [scale.numel() for (scale,) in scales] == [1] * len(stack.layers)
-    assert not [parameter for *_, weights in branches(*stack.layers) for parameter in weights.parameters()]
+    for layer, (scale,) in zip(stack.layers, scales, strict=True):
+        assert all(parameter is scale for *_, weights in branches(layer) for parameter in weights.parameters())
     assert not list(stack.end.parameters())
 
     stack, first = moved(stack)
@@ -221,6 +222,20 @@ def test_rezero_under_pre_norm(side: str) -> None:
         for f, norm, *_ in branches(layer):
             x = x + scale.squeeze() * f(norm(x))
     assert_equal(run(stack, first), final_norm(stack)(x), 3e-6)
+
+
+@sides
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_rezero_under_post_norm(side: str, wrapped: bool) -> None:
+    """x <- norm(x + a_l f(x)), around which nothing is skipped in evaluation."""
+    residual = StochasticDepth(ReZero(), 0.5) if wrapped else ReZero()
+    stack, first = moved(stack_of(Stabilizer(PostNorm(), residual), side).eval())
+    x = first
+    for layer in stack.layers:
+        (scale,) = layer.link.parameters()
+        for f, norm, *_ in branches(layer):
+            x = norm(x + scale.squeeze() * f(x))
+    assert_equal(run(stack, first), x, 3e-6)
 
 
 @sides
@@ -277,7 +292,7 @@ def test_layer_scale_starts_by_the_depth_of_its_stack(
 @sides
 def test_branch_norm_grows_the_branch_with_the_update(side: str) -> None:
     """x <- norm(x + alpha_t f(x)), alpha_t = min(1, t / T): post-norm from T on."""
-    stack, first = moved(stack_of(Stabilizer(PostNorm(), BranchNorm(8)), side))
+    stack, first = moved(stack_of(Stabilizer(PostNorm(), BranchNorm(8)), side), update=0)
     for done in [0, 1, 2, 5, 7, 8, 9, 100]:
         if done:
             for part in stack.modules():

@@ -18,7 +18,9 @@ from stabilize.strategies import (
     B2T,
     DLCL,
     DeepNormResidual,
+    HybridNorm,
     HyperConnections,
+    MixNorm,
     NoNorm,
     NoWarmup,
     Placement,
@@ -101,6 +103,21 @@ def test_a_scaled_sum_says_what_it_leaves_of_a_deep_skip_path() -> None:
     encoder, decoder = warnings(Stabilizer(PreNorm(), ScaledSum()))
     assert "2.4e-04" in encoder
     assert "3.8e-06" in decoder
+
+
+def test_a_scaled_sum_counts_the_sums_between_norms() -> None:
+    """At 12+12 a quarter of post-norm leaves nine layers: 18 sums of the encoder, 2^-9, and 27 of the decoder."""
+    encoder, decoder = warnings(Stabilizer(MixNorm(0.25), ScaledSum()))
+    assert "18 sums of the encoder" in encoder
+    assert "2.0e-03" in encoder
+    assert "27 sums of the decoder" in decoder
+    assert "8.6e-05" in decoder
+
+
+@pytest.mark.parametrize("placement", [B2T(), HybridNorm()])
+def test_a_scaled_sum_is_neither_lost_nor_piled_up_between_norms(placement: Placement) -> None:
+    """In B2T it weighs the layer's input against all else, in HybridNorm a norm stands in each layer."""
+    assert warnings(Stabilizer(placement, ScaledSum())) == []
 
 
 def test_a_scaled_sum_takes_numbers_too() -> None:
