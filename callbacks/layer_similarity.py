@@ -63,8 +63,7 @@ class LayerSimilarity(ForwardMonitor):
         for (stack, layers), part in zip(self.stacks.items(), parts, strict=True):
             matrices = stats.similarity_matrix(part.view(len(KINDS), 2, len(layers), len(layers)))
             for name, matrix in zip(KINDS, matrices, strict=True):
-                self.matrices[f"{name}/{stack}"] = matrix.tolist()
-                metrics |= self._neighbours(trainer, name, stack, matrix.diagonal(1).tolist())
+                metrics |= self._neighbours(trainer, name, stack, matrix)
         self.send(trainer, metrics)
 
     def unwatch(self) -> None:
@@ -78,7 +77,7 @@ class LayerSimilarity(ForwardMonitor):
         super().draw(trainer)
         for key, matrix in self.matrices.items():
             kind, stack = key.replace("layer_similarity", "similarity_matrix").split("/")
-            title = f"{kind.replace('_', ' ')}, {stack}, update {self.history[key].updates[-1]}"
+            title = f"{kind.replace('_', ' ')}, {stack}, update {self.history[key].latest}"
             publish(trainer, f"{kind}_{stack}", similarity_matrix(matrix, title))
 
     def state_dict(self) -> dict[str, Any]:
@@ -113,8 +112,10 @@ class LayerSimilarity(ForwardMonitor):
                 raise UserError(f"layers.{stack}: {error}; name layers whose outputs have one shape") from error
         return torch.cat(sums)
 
-    def _neighbours(self, trainer: pl.Trainer, name: str, stack: str, row: list[float]) -> dict[str, float]:
+    def _neighbours(self, trainer: pl.Trainer, name: str, stack: str, matrix: Tensor) -> dict[str, float]:
+        row = matrix.diagonal(1).tolist()
         metrics = self.log_row(trainer, name, stack, row)
-        if metrics:
+        if metrics:  # else there is no pair of layers with a number, so no picture of pairs either
+            self.matrices[f"{name}/{stack}"] = matrix.tolist()
             metrics[f"{name}/{stack}/mean"] = fmean(value for value in row if math.isfinite(value))
         return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -192,6 +193,21 @@ def test_layers_that_no_hook_sees_are_said_aloud(tmp_path: Path):
     (got,) = records(tmp_path, "")
     assert not [key for key in got if "decoder" in key]
     assert "layer_similarity/encoder/mean" in got
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_stack_of_one_layer_has_no_picture_of_pairs(tmp_path: Path, broken: bool):
+    class Breaks(TinyTask):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if broken and self.global_step == 2:
+                raise RuntimeError("stop here")
+
+    made = trainer(tmp_path, LayerSimilarity(every=1), max_steps=2)
+    with pytest.raises(RuntimeError, match="stop here") if broken else contextlib.nullcontext():
+        made.fit(Breaks(decoder_layers=1), loader(batches(2)))
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert "similarity_matrix_encoder.png" in drawn
+    assert not [name for name in drawn if "decoder" in name]
 
 
 def test_any_module_by_pattern(tmp_path: Path):
