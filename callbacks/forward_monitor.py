@@ -30,7 +30,7 @@ class ForwardMonitor(LayerMonitor):
         """Put the hooks on."""
 
     @abstractmethod
-    def gather(self, device: torch.device) -> Tensor:
+    def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:
         """Return the sums of the micro-batch whose forward has ended."""
 
     @abstractmethod
@@ -51,7 +51,7 @@ class ForwardMonitor(LayerMonitor):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self.watching:
-            sums = self.gather(pl_module.device)
+            sums = self.gather(trainer, pl_module.device)
             self._total = sums if self._total is None else self.add(self._total, sums)
         self.unwatch()
 

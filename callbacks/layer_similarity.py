@@ -36,8 +36,10 @@ class LayerSimilarity(ForwardMonitor):
     positions of the first tensor that it returns. Above 24 layers a stack has at most 25 `layer_` keys of a kind.
 
     One record an update: cosines are summed over the window's micro-batches and over ranks and divided once by the
-    number of tokens; the mean that centring takes out is that of one micro-batch on one rank. A layer that runs several
-    times in a forward counts with its last run. States are held only until backward begins.
+    number of tokens. The mean that centring takes out is that of one micro-batch over all ranks; that of a whole window
+    is not known before its states are gone, so that with accumulation the centred cosine is not quite that of
+    one large batch. A layer that runs several times in a forward counts with its last run. States are held only until
+    backward begins.
 
     Args:
         every: updates between two records; 0 switches the callback off.
@@ -93,8 +95,12 @@ class LayerSimilarity(ForwardMonitor):
                 states, real = observe(layer, inputs, output)
             self._observed[layer] = states.detach(), real
 
-    def gather(self, device: torch.device) -> Tensor:
+    def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:
         """Return the sums of every stack and kind in one row, so that ranks need one reduction."""
+
+        def over_ranks(total: Tensor) -> Tensor:
+            return self.over_ranks(trainer, total)
+
         sums = []
         for stack, layers in self.stacks.items():
             seen = [self._observed[layer] for layer in layers if layer in self._observed]
@@ -107,7 +113,7 @@ class LayerSimilarity(ForwardMonitor):
             unseen = torch.zeros_like(example), None  # counts at no position
             states = [self._observed.get(layer, unseen)[0] for layer in layers]
             try:
-                sums.append(stats.similarity_sums(states, real).flatten())
+                sums.append(stats.similarity_sums(states, real, over_ranks).flatten())
             except ValueError as error:
                 raise UserError(f"layers.{stack}: {error}; name layers whose outputs have one shape") from error
         return torch.cat(sums)

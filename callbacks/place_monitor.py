@@ -62,7 +62,7 @@ class PlaceMonitor(ForwardMonitor):
             uncompiled.begin(self)
         self.watch(self._measure, self.places)
 
-    def gather(self, device: torch.device) -> Tensor:
+    def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:
         for stack in {stack for stack, _ in self.places.values()} - {self.places[place][0] for place in self._seen}:
             self.warn_unseen(stack)
         nothing = torch.zeros(self.numbers, device=device, dtype=stats.wide_dtype(device))

@@ -137,7 +137,7 @@ def test_a_step_that_learns_nothing_has_no_record(tmp_path: Path, name: str) -> 
 
 
 def test_two_ranks(tmp_path: Path, expected: dict[str, float]) -> None:
-    assert_same(parity.two_ranks(tmp_path), expected, 1e-4, without="layer_similarity_centered")
+    assert_same(parity.two_ranks(tmp_path), expected, 1e-4)
 
 
 def test_a_number_that_is_missing_is_no_parity() -> None:
