@@ -104,7 +104,8 @@ class SpikeGuard(Monitor):
     # ------------------------------------------------------------------ watching
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.every:  # Lightning has divided the loss by the micro-batches of the window
+        if self.every and not hasattr(pl_module, "update_loss"):
+            # Lightning has divided the loss by the micro-batches of the window.
             self._loss = self._loss + loss.detach() / loss_scale(trainer)
 
     def on_before_optimizer_step(

@@ -251,6 +251,19 @@ def test_norms_and_updates_stay_on_the_device_they_are_on():
             assert stats.gradient_norms(layers).shape == stats.update_ratios(layers, before).shape == (4,)
 
 
+def test_what_is_measured_in_a_forward_stays_on_the_device():
+    with torch.device("meta"):
+        states, logits = torch.empty(3, 2, 5, 4), torch.empty(2, 2, 5, 5)
+        real, mask = torch.empty(2, 5, dtype=torch.bool), torch.empty(2, 1, 1, 5, dtype=torch.bool)
+        with StaysOnTheDevice():
+            stats.similarity_sums(list(states), real)
+            stats.moments(states[0], real)
+            stats.near_epsilon(states[0, ..., 0], 1e-5, real)
+            stats.attention_sums(logits, mask)
+            stats.largest_logit(logits, mask)
+            stats.squared_norm(states)
+
+
 def test_weights_that_were_zero_have_no_update_ratio():
     layer = nn.Linear(2, 1)
     assert stats.update_ratios([layer], {p: torch.zeros_like(p) for p in layer.parameters()}).isnan().all()

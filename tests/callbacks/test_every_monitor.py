@@ -14,6 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from stabilize.callbacks import (
@@ -82,18 +83,43 @@ def test_resident_memory_stays_the_same(tmp_path: Path) -> None:
     assert sizes[299] - sizes[99] < 4 * 2**20
 
 
+class OnHost(Tensor):
+    """What has been copied to the host, and all that is made of it."""
+
+
+READS = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
+"""What makes the host wait for a device."""
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", MONITORS)
-def test_one_transfer_to_the_host_and_only_when_due(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transfer_to_the_host_and_only_when_due(
+    tmp_path: Path, name: str, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved: list[str] = []
-    to_host = Tensor.cpu
 
-    def counted(self: Tensor) -> Tensor:
-        moved.append(sys._getframe(1).f_code.co_filename)
-        return to_host(self)
+    def counted(method: str) -> None:
+        read = getattr(Tensor, method)
 
-    monkeypatch.setattr(Tensor, "cpu", counted)
-    fit(small_trainer(tmp_path, MONITORS[name](2), max_steps=4, logger=False), watched_task(), [batch()] * 4)
-    assert sum("callbacks" in Path(file).parts for file in moved) == 2
+        def reads(self: Tensor, *arguments: Any) -> Any:
+            file = Path(sys._getframe(1).f_code.co_filename)
+            if isinstance(self, OnHost) or not ("callbacks" in file.parts or file.stem in ("precision", "gradients")):
+                return read(self, *arguments)
+            moved.append(f"{method} in {file.name}")
+            found = read(self, *arguments)
+            return found.as_subclass(OnHost) if isinstance(found, Tensor) else found
+
+        monkeypatch.setattr(Tensor, method, reads)
+
+    for method in READS:
+        counted(method)
+    options: dict[str, Any] = {}
+    if mixed:
+        options["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    trainer_ = small_trainer(tmp_path, MONITORS[name](2), max_steps=4, logger=False, **options)
+    fit(trainer_, watched_task(), [batch()] * 4)
+    assert len(moved) == 2, moved
+    assert all(read.startswith("cpu in ") for read in moved)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
