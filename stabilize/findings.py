@@ -147,7 +147,8 @@ class Diary:
         for sign in signs(self, metrics):
             before = self.findings.get((sign.rule, sign.where))
             if sign.bad:
-                found = Finding(sign.rule, sign.where, sign.sentence, sign.size, update, update)
+                since = update if sign.rule != "diverged" else int(metrics.get("stability/diverged_at", update))
+                found = Finding(sign.rule, sign.where, sign.sentence, sign.size, since, update)
                 if before is None:
                     new.append(found)
                 else:
@@ -200,6 +201,8 @@ class Diary:
             value = metrics.get(key, math.nan)
             if math.isfinite(value) and (key not in self.best or sign * value > sign * self.best[key][0]):
                 self.best[key] = value, update
+        if metrics.get("stability/diverged") == 0:
+            self.told.pop("stability/diverged_at", None)  # it has come back
         for key, value in metrics.items():
             if key.startswith("stability/"):
                 self.told[key] = value
@@ -249,7 +252,7 @@ def _loss(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
             yield Sign("diverged", "", True, math.inf, f"{key} is {number(metrics[key])}: the run has diverged")
             return
     if diary.told.get("stability/diverged"):
-        sentence = "the spike guard found a loss that is not finite, or no lower than in the beginning: diverged"
+        sentence = "the spike guard found a loss that is not finite, or far above where it began: diverged"
         yield Sign("diverged", "", True, 0.0, sentence)
         return
     nll = metrics.get("train/nll")

@@ -113,10 +113,13 @@ def test_the_spike_guard_is_believed() -> None:
     diary.add(110, {"stability/diverged": 0.0, "stability/spikes": 2.0})
     assert diary.verdict == "no fault seen"
     assert diary.summary()["stability/spikes"] == 2.0
-    diary.add(120, {"stability/diverged": 1.0, "stability/spikes": 3.0})
+    diary.add(120, {"stability/diverged": 1.0, "stability/diverged_at": 113.0, "stability/spikes": 3.0})
     diary.add(150, {"train/nll": 5.0})
-    assert diary.verdict == "diverged at update 120"
-    assert diary.summary()["stability/diverged_at"] == 120
+    assert diary.verdict == "diverged at update 113"
+    assert diary.summary()["stability/diverged_at"] == 113
+    diary.add(160, {"stability/diverged": 0.0, "train/nll": 5.0})
+    assert diary.verdict == "no fault seen"
+    assert "stability/diverged_at" not in diary.summary()
 
 
 def test_a_lost_update_is_no_fault() -> None:
