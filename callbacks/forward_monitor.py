@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -66,10 +65,3 @@ class ForwardMonitor(LayerMonitor):
     def forget(self) -> None:
         super().forget()
         self._total = None
-
-    def warn_unseen(self, stack: str) -> None:
-        """Say that nothing is known of a stack."""
-        rank_zero_warn(
-            f"{type(self).__name__}: no layer of {stack} ran in training_step where a hook sees it (a model compiled "
-            "as a whole hides its layers); nothing is logged for it"
-        )

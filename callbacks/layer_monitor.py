@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -56,6 +57,9 @@ class LayerMonitor(Monitor, ABC):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.unwatch()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.unwatch()  # `on_train_batch_start` may have ended the epoch, after which no batch ends
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finish(trainer)
 
@@ -73,17 +77,20 @@ class LayerMonitor(Monitor, ABC):
 
     def watch(
         self,
-        hook: Callable[[nn.Module, tuple[Any, ...], Any], None],
+        hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         modules: Iterable[nn.Module] | None = None,
     ) -> None:
-        """Call `hook(module, inputs, output)` after the forward of each module, or each layer, until `unwatch`."""
-
-        def call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            hook(module, inputs, output)
+        """Call `hook(module, inputs, keywords, output)` after the forward of each module, or layer, until `unwatch`."""
+        watched = [layer for stack in self.stacks.values() for layer in stack] if modules is None else modules
+        watched = dict.fromkeys(watched)
 
         # A function, because a deep copy of the model would copy a bound method's object, which is the callback.
-        watched = [layer for stack in self.stacks.values() for layer in stack] if modules is None else modules
-        self._handles = [module.register_forward_hook(call) for module in watched]
+        def call(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            if module in watched:  # a copy of the model has copies of the hooks
+                hook(module, inputs, keywords, output)
+
+        self.unwatch()  # where the last batch was begun and never ended
+        self._handles = [module.register_forward_hook(call, with_kwargs=True) for module in watched]
 
     @property
     def watching(self) -> bool:
@@ -100,6 +107,13 @@ class LayerMonitor(Monitor, ABC):
         """Let go of the model and of everything gathered for an update that will not be finished."""
         self.unwatch()
         self.stacks = {}
+
+    def warn_unseen(self, stack: str) -> None:
+        """Say that nothing is known of a stack."""
+        rank_zero_warn(
+            f"{type(self).__name__}: no layer of {stack} ran in training_step where a hook sees it (a model compiled "
+            "as a whole hides its layers); nothing is logged for it"
+        )
 
     def record(self, trainer: pl.Trainer, name: str, row: list[float]) -> None:
         """Add a row of all layers to the history called `name`."""

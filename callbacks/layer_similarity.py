@@ -32,8 +32,9 @@ class LayerSimilarity(ForwardMonitor):
     | `layer_similarity_centered/{stack}/mean`          | mean of these over all pairs of neighbours                   |
 
     The plain cosine is inflated by what all tokens share; the centred one is not. Both are taken in the training
-    forward over real tokens only, where the layer says which are (`layer.observe(inputs, output)`), else over all
-    positions of the first tensor that it returns. Above 24 layers a stack has at most 25 `layer_` keys of a kind.
+    forward over real tokens only, where the layer says which are (`layer.observe(inputs, output)`) or the masks that it
+    is called with do, else over all positions, of the first tensor that it returns. Above 24 layers a stack has at most
+    25 `layer_` keys of a kind.
 
     One record an update: cosines are summed over the window's micro-batches and over ranks and divided once by the
     number of tokens. The mean that centring takes out is that of one micro-batch over all ranks; that of a whole window
@@ -89,10 +90,10 @@ class LayerSimilarity(ForwardMonitor):
         super().load_state_dict(state_dict)
         self.matrices = dict(state_dict["matrices"])
 
-    def _observe(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _observe(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         if layer.training:
             with torch.no_grad():
-                states, real = observe(layer, inputs, output)
+                states, real = observe(layer, inputs, keywords, output)
             self._observed[layer] = states.detach(), real
 
     def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:

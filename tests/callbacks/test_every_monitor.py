@@ -27,6 +27,7 @@ from stabilize.callbacks import (
 )
 from stabilize.commands import training
 from stabilize.errors import UserError
+from stabilize.task import TranslationTask
 from tests.callbacks.monitors import MONITORS, batch, stance, watched_task
 from tests.callbacks.test_layer_similarity import LiveTensors
 from tests.callbacks.tiny import TinyTask, batches, hooks, loader, records, trainer
@@ -158,6 +159,74 @@ def warned(kind: type, act: Callable[[], None]) -> list[str]:
     return [str(one.message) for one in caught if str(one.message).startswith(kind.__name__)]
 
 
+def test_an_epoch_that_ends_before_its_batch_leaves_no_hook(tmp_path: Path) -> None:
+    class Stops(TranslationTask):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            super().on_train_batch_start(batch, batch_idx)
+            return -1 if batch_idx == 1 else None
+
+        def on_train_epoch_start(self) -> None:
+            assert hooks(self) == 0
+
+    task, monitors = watched_task(kind=Stops), [make() for make in MONITORS.values()]
+    fit(small_trainer(tmp_path, *monitors, max_epochs=3), task, [batch()] * 3)
+    assert task.global_step == 3
+    assert hooks(task) == 0
+    assert stance() == "default"
+
+
+class Keywords(TinyTask):
+    """Calls its norm by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, eps=0.02)
+
+    def loss(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return self.norm(input=given[0]).cumsum(-1).square().sum()
+
+
+def test_a_norm_may_be_called_by_keyword(tmp_path: Path) -> None:
+    monitor, (given,) = EpsilonAudit(every=1, layers={"norms": "norm"}, figures=False), batches(1)
+    trainer(tmp_path, monitor, max_steps=1).fit(Keywords(), loader([given]))
+    near = (given[0].var(-1, correction=0) <= 10 * 0.02).double().mean().item()
+    assert 0 < near < 1
+    assert monitor.latest == {"epsilon_audit/norms/layer_001": pytest.approx(near)}
+
+
+def compiled_whole(task: Any) -> Any:
+    """The task with its model in one graph, in which no hook of a layer is called."""
+    task.model.forward = torch.compile(task.model.forward, backend="eager", dynamic=True)
+    return task
+
+
+def test_a_model_that_is_compiled_as_a_whole_hides_its_layers_and_that_is_said(tmp_path: Path) -> None:
+    monitors = [MONITORS[name](2) for name in ("gradient_ratio", "layer_similarity", "activation_scale")]
+    made = small_trainer(tmp_path, *monitors, max_steps=2, logger=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(made, compiled_whole(watched_task()), [batch()] * 2)
+    torch._dynamo.reset()
+    said = [str(warning.message) for warning in caught]
+    for monitor in monitors:
+        for stack in ("encoder", "decoder"):
+            start = f"{type(monitor).__name__}: no layer of {stack} ran in training_step where a hook sees it"
+            assert any(sentence.startswith(start) for sentence in said)
+        assert not [key for key in monitor.latest if key.startswith(("activation", "layer"))]
+    assert "gradient_ratio/encoder/first_to_last" in monitors[0].latest
+
+
+def test_what_looks_inside_layers_lets_a_model_that_is_compiled_as_a_whole_run_as_written(tmp_path: Path) -> None:
+    found = []
+    for task in (watched_task(), compiled_whole(watched_task())):
+        monitors = [MONITORS[name](2) for name in ("epsilon_audit", "attention_entropy")]
+        fit(small_trainer(tmp_path, *monitors, max_steps=2, logger=False), task, [batch()] * 2)
+        found.append(monitors[0].latest | monitors[1].latest)
+    torch._dynamo.reset()
+    assert "attention_entropy/encoder/layer_001" in found[0]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 # ---------------------------------------------------------------- other people's models
 
 WIDTH = 8
@@ -165,7 +234,7 @@ STACKS = {"encoder": "model.encoder.layers.*", "decoder": "model.decoder.layers.
 
 
 class Translator(pl.LightningModule):
-    """torch's own Transformer, pre-norm, whose layers know nothing of masks or of us."""
+    """torch's own Transformer, pre-norm, whose layers know nothing of us."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,14 +284,11 @@ def test_torchs_transformer(tmp_path: Path) -> None:
     assert hooks(task) == 0
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")
-def test_what_attention_of_others_hides_is_said_in_a_sentence(tmp_path: Path) -> None:
-    monitor = AttentionEntropy(every=1, layers={"encoder": STACKS["encoder"]}, figures=False)
-    given = torch.randn(2, 5, WIDTH), torch.randn(2, 4, WIDTH)
-    (said,) = warned(
-        AttentionEntropy, lambda: trainer(tmp_path, monitor, max_steps=1).fit(Translator(), loader([given]))
-    )
-    assert "the layers of encoder do not show their attention logits" in said
+def test_layers_without_attention_are_said_aloud(tmp_path: Path) -> None:
+    monitor = AttentionEntropy(every=1, figures=False)
+    said = warned(AttentionEntropy, lambda: trainer(tmp_path, monitor, max_steps=1).fit(TinyTask(), loader(batches(1))))
+    assert len(said) == 2
+    assert all("have no attention whose logits it knows" in sentence for sentence in said)
     assert not monitor.latest
 
 

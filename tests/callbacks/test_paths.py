@@ -126,9 +126,9 @@ def test_a_step_that_learns_nothing_has_no_record(tmp_path: Path, name: str) -> 
     step, send = task.training_step, monitor.send
     task.training_step = lambda batch, batch_idx: None if batch_idx == 1 else step(batch, batch_idx)
 
-    def remember(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    def remember(trainer: pl.Trainer, metrics: dict[str, float], *step: int) -> None:
         sent.append(step_of(trainer))
-        send(trainer, metrics)
+        send(trainer, metrics, *step)
 
     monitor.send = remember  # type: ignore[method-assign]
     fit(small_trainer(tmp_path, monitor, max_steps=3), task, [batch()] * 3)
