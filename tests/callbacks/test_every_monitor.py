@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,26 +72,37 @@ def held(thing: Any) -> list[Any]:
     return [thing] if isinstance(thing, Tensor | nn.Module) else []
 
 
-def test_live_tensors_stay_the_same(tmp_path: Path) -> None:
-    task, counter = watched_task(), LiveTensors()
-    monitors = [make(2) for make in MONITORS.values()]
-    fit(small_trainer(tmp_path, *monitors, counter, max_steps=40, logger=False), task, [batch()] * 40)
-    assert len(set(counter.counts[11::2])) == 1
-    assert len(set(counter.counts[12::2])) == 1
-    assert hooks(task) == 0
-
-
-def test_resident_memory_stays_the_same(tmp_path: Path) -> None:
-    """Over 200 updates with every callback at each of them, after 100 to warm up; the curves themselves are numbers."""
+def test_memory_stays_the_same(tmp_path: Path) -> None:
+    """Over 300 updates with every callback at each of them; the curves themselves are numbers."""
     sizes: list[int] = []
 
     class Resident(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
 
+    task, counter = watched_task(), LiveTensors(every=20)
     monitors = [make() for make in MONITORS.values()]
-    fit(small_trainer(tmp_path, *monitors, Resident(), max_steps=300), watched_task(), [batch()] * 300)
+    fit(small_trainer(tmp_path, *monitors, Resident(), counter, max_steps=300), task, [batch()] * 300)
+    assert len(counter.counts) == 15
+    assert len(set(counter.counts[1:])) == 1
     assert sizes[299] - sizes[99] < 4 * 2**20
+    assert hooks(task) == 0
+
+
+def test_callbacks_do_not_keep_models(tmp_path: Path) -> None:
+    """Of twenty runs one after the other with callbacks that are kept, no model is left."""
+    models, kept = [], []
+    for _ in range(20):
+        task, monitors = watched_task(), [make() for make in MONITORS.values()]
+        fit(small_trainer(tmp_path, *monitors, max_steps=1, logger=False), task, [batch()])
+        models.append(weakref.ref(task.model))
+        kept.append(monitors)
+        for monitor in monitors:  # Lightning's: `log` of the LightningModule
+            vars(monitor).pop("log")
+            vars(monitor).pop("log_dict")
+    del task
+    gc.collect()
+    assert not [model for model in models if model() is not None]
 
 
 class OnHost(Tensor):
