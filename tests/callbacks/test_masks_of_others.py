@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,18 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from stabilize.callbacks import ActivationScale, AttentionEntropy, EpsilonAudit, LayerSimilarity
+from stabilize import stats
+from stabilize.callbacks import (
+    ActivationScale,
+    AttentionEntropy,
+    EpsilonAudit,
+    GradientRatio,
+    LayerSimilarity,
+    UpdateRatio,
+)
+from stabilize.callbacks.attention_logits import logits_of
 from stabilize.callbacks.layers import real_positions
 from tests.callbacks.tiny import loader, trainer
 
@@ -68,8 +79,13 @@ def sentences(columns: int = 0) -> list[Tensor]:
     return [nn.functional.pad(states, (0, 0, 0, columns), value=9.0) for states in given]
 
 
-def measured(folder: Path, task: Translator, given: list[Tensor], *kinds: Any) -> dict[str, float]:
-    monitors: list[Any] = [kind(every=1, layers=STACKS, figures=False) for kind in kinds]
+GradientOfOutputs = functools.partial(GradientRatio, activations=True)
+
+
+def measured(
+    folder: Path, task: Translator, given: list[Tensor], *kinds: Any, layers: dict[str, str] = STACKS
+) -> dict[str, float]:
+    monitors: list[Any] = [kind(every=1, layers=layers, figures=False) for kind in kinds]
     trainer(folder, *monitors, max_steps=1, logger=False).fit(task, loader([given]))
     return {key: value for monitor in monitors for key, value in monitor.latest.items()}
 
@@ -125,9 +141,6 @@ def test_entropy_of_torchs_attention(tmp_path: Path, batch_first: bool, additive
 
 def test_attention_by_itself() -> None:
     """With heads' own masks, keys of another width, and no batch: the weights that torch says it used."""
-    from stabilize import stats
-    from stabilize.callbacks.attention_logits import logits_of
-
     part = nn.MultiheadAttention(WIDTH, HEADS, bias=False, kdim=6, vdim=6, batch_first=True)
     query, key, bias = torch.randn(3, 4, WIDTH), torch.randn(3, 5, 6), torch.randn(3 * HEADS, 4, 5)
     _, weights = part(query, key, key, attn_mask=bias, average_attn_weights=False)
@@ -169,3 +182,30 @@ def test_masks_of_hugging_face_say_what_is_real() -> None:
             assert found is not None
             assert torch.equal(found, real), mask
     assert real_positions(Layer(), (real,), {}) is None
+
+
+class Checkpointed(nn.Module):
+    """A layer whose inside is computed again in the backward."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    @property
+    def self_attn(self) -> nn.Module:
+        return self.layer.self_attn
+
+    def forward(self, *inputs: Tensor, **keywords: Any) -> Tensor:
+        return checkpoint(lambda *states: self.layer(*states, **keywords), *inputs, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, reentrant: bool) -> None:
+    kinds = (LayerSimilarity, ActivationScale, EpsilonAudit, AttentionEntropy, UpdateRatio, GradientOfOutputs)
+    given = [states.requires_grad_() for states in sentences()]  # reentrant: else nothing in the first layer learns
+    expected = measured(tmp_path / "plain", Translator(), given, *kinds)
+    task = Translator()
+    for stack in (task.model.encoder, task.model.decoder):
+        stack.layers = nn.ModuleList(Checkpointed(layer, reentrant) for layer in stack.layers)
+    inside = {stack: f"{pattern}.layer" for stack, pattern in STACKS.items()}
+    assert measured(tmp_path / "again", task, given, *kinds, layers=inside) == pytest.approx(expected, rel=1e-4)
