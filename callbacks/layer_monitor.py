@@ -19,6 +19,7 @@ from stabilize.callbacks.layers import find_layers
 from stabilize.callbacks.monitor import Monitor, step_of
 
 OURS = {"encoder": "model.encoder.layers.*", "decoder": "model.decoder.layers.*"}
+FIRST_DRAWN = 16  # records before the first picture; each later one waits for twice as many, so that they are few
 SCALARS = 24  # layers with a curve of their own, at most (and the last); see `LayerMonitor.name_layers`
 
 
@@ -26,8 +27,9 @@ class LayerMonitor(Monitor, ABC):
     """Base of the callbacks that measure each layer at every n-th update; works with any LightningModule.
 
     Nothing is measured, hooked or copied to the host at the updates between. Every layer of every record is also kept
-    in `history`, which travels in the checkpoint and is drawn into `figures/` of the run folder and Weights & Biases
-    when `fit` ends, also by an exception.
+    in `history`, which travels in the checkpoint and is drawn into `figures/` of the run folder and Weights & Biases:
+    at the 16th record, the 32nd, the 64th and so on, for a run that is killed, and when `fit` ends, also by an
+    exception.
 
     Args:
         every: updates between two records, the n-th being the first; 0 switches the callback off.
@@ -136,6 +138,12 @@ class LayerMonitor(Monitor, ABC):
         self.record(trainer, f"{name}/{stack}", row)
         return self.name_layers(name, stack, row)
 
+    def send(self, trainer: pl.Trainer, metrics: dict[str, float], step: int | None = None) -> None:
+        super().send(trainer, metrics, step)
+        records = max((history.offered for history in self.history.values()), default=0)
+        if metrics and records >= FIRST_DRAWN and records.bit_count() == 1:
+            self._draw_where_asked(trainer)
+
     def draw(self, trainer: pl.Trainer) -> None:
         """Publish the pictures of everything in `history`."""
         for name, history in self.history.items():
@@ -144,5 +152,8 @@ class LayerMonitor(Monitor, ABC):
 
     def _finish(self, trainer: pl.Trainer) -> None:
         self.forget()
+        self._draw_where_asked(trainer)
+
+    def _draw_where_asked(self, trainer: pl.Trainer) -> None:
         if self.figures and self.history and trainer.is_global_zero:
             self.draw(trainer)

@@ -52,6 +52,8 @@ REMEDIES = {
     "(arXiv:2110.09456) even it out, and model.clipping bounds the step",
     "lost update": "under 16-mixed the loss scale comes down and training goes on; in any other precision, bf16-mixed, "
     "a lower peak or a longer warm-up help",
+    "jumped": "model.clipping: ZClip (arXiv:2504.02507) or AdaptiveClipping (arXiv:2102.06171), a longer warm-up or a "
+    "lower peak smooth such jumps",
     "collapsed": "SigmaReparam (arXiv:2303.06296) and QKNorm (arXiv:2302.05442) keep attention from it",
     "drowned": "a smaller epsilon (model.stabilizer.epsilon) or embeddings of a larger scale help",
     "alike": "DeepNorm begins like this by design; where it stays, depth is paid for and not used, and "
@@ -241,6 +243,7 @@ def signs(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
     """What each rule says of a record; nothing of what the record has no numbers for."""
     yield from _loss(diary, metrics)
     yield from _gradient(metrics)
+    yield from _jumps(diary, metrics)
     yield from _profiles(metrics)
     yield from _similarity(metrics)
     yield from _inside(metrics)
@@ -281,6 +284,15 @@ def _gradient(metrics: Mapping[str, float]) -> Iterator[Sign]:
     if norm is not None:
         sentence = f"the gradient of the whole model is {number(norm)}: this update is lost"
         yield Sign("lost update", "", not math.isfinite(norm), 0.0, sentence)
+
+
+def _jumps(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
+    count = metrics.get("stability/spikes")
+    if count is not None:
+        before = diary.findings.get(("jumped", ""))
+        often = f"at {number(count)} updates" if count > 1 else "at one update"
+        sentence = f"the loss or the gradient norm jumped {often}"
+        yield Sign("jumped", "", count > (before.size if before else 0), count, sentence)
 
 
 def _by_layer(metrics: Mapping[str, float]) -> dict[tuple[str, str], dict[int, float]]:
