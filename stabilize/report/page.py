@@ -370,9 +370,7 @@ def _pictures(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup
     for kind, figures in sorted(kinds.items(), reverse=True):
         grid = tag("div", *figures, class_=_grid(runs))
         parts.append(tag("details", tag("summary", kind.replace("_", " ")), grid, open=kind == OPENED))
-    words = (
-        "The last that were drawn: when training ended, or some records before it was killed. Each has its own scale."
-    )
+    words = "The last that were drawn, when training ended or some records before it was killed; each has its scale."
     return tag("section", tag("h2", "Pictures"), tag("p", words, class_="dim"), *parts)
 
 

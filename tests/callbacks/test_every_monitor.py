@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import wandb
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -30,6 +31,7 @@ from stabilize.callbacks import (
 from stabilize.commands import training
 from stabilize.errors import UserError
 from stabilize.task import TranslationTask
+from tests import wandb_file
 from tests.callbacks.monitors import MONITORS, batch, stance, watched_task
 from tests.callbacks.test_layer_similarity import LiveTensors
 from tests.callbacks.tiny import TinyTask, batches, hooks, loader, records, trainer
@@ -338,3 +340,43 @@ def test_a_deep_run_has_as_many_keys_as_the_readme_says(tmp_path: Path) -> None:
         task = watched_task(encoder_layers=18, decoder_layers=18)
         fit(small_trainer(tmp_path, *monitors, max_steps=1, logger=False), task, [batch()])
         assert len({key for monitor in monitors for key in monitor.latest}) == int(keys)
+
+
+def documented() -> list[str]:
+    """The keys in the README's table that training logs in any run, as patterns."""
+    rows = [row.split("|")[1] for row in README.split("| key | what |")[1].split("\n\n")[0].splitlines()[2:]]
+    keys = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
+    kinds = {r"\{stack\}": "(encoder|decoder)", r"\{role\}": "(self_attention|cross_attention|feed_forward)", "…": ".+"}
+    patterns = []
+    for key in keys:
+        if not key.startswith(("val", "test", "stability/diverged_at", "attention_entropy.", "gradient_ratio.")):
+            pattern = re.escape(key)
+            for name, expression in kinds.items():
+                pattern = pattern.replace(name, expression)
+            patterns.append(pattern)
+    return patterns
+
+
+def test_weights_and_biases_gets_every_key_of_a_deep_run_and_no_more_than_the_readme_says(tmp_path: Path) -> None:
+    """Read back from the file of an offline run, whose gradients are scaled so that skipped updates are counted too."""
+    said = re.search(r"18\+18 layers has \d+ keys of diagnostics, (\d+) with everything on", README)
+    assert said
+    task = watched_task(encoder_layers=18, decoder_layers=18)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    monitors = [make() for make in MONITORS.values()]
+    logger = training.wandb_logger(tmp_path, "offline")
+    fit(small_trainer(tmp_path, *monitors, max_steps=2, logger=logger, plugins=[plugin]), task, [batch()] * 2)
+    wandb.finish()
+    wandb.teardown()
+    found: dict[str, list[int]] = {}
+    for row in wandb_file.history(tmp_path):
+        for key in row.keys() - {"trainer/global_step"}:
+            found.setdefault(key, []).append(row["trainer/global_step"])
+    assert {key: steps for key, steps in found.items() if not key.startswith("_")} == {
+        key: [0, 1] for key in found if not key.startswith("_")
+    }, "each key once an update, at growing updates"
+    diagnostics = {key for monitor in monitors for key in monitor.latest}
+    assert diagnostics <= set(found)
+    assert len(diagnostics) == int(said[1]) + 1, "and one where gradients are scaled"
+    for pattern in documented():
+        assert any(re.fullmatch(pattern, key) for key in found), pattern
