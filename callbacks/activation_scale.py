@@ -27,8 +27,8 @@ class ActivationScale(PlaceMonitor):
 
     Slope: zero after post-norm, small and falling with depth where the variance grows linearly as under pre-norm, the
     same at any depth where it grows exponentially. Taken in the training forward over real tokens only, where the layer
-    says which are (`layer.observe(inputs, output)`), else over all positions of the first tensor that it returns. Above
-    24 layers a stack has at most 25 `layer_` keys; the pictures show all layers.
+    says which are (`layer.observe(inputs, output)`) or the masks that it is called with do, else over all positions, of
+    the first tensor that it returns. Above 24 layers a stack has at most 25 `layer_` keys; pictures show all layers.
 
     Args:
         every: updates between two records; 0 switches the callback off.
@@ -45,8 +45,8 @@ class ActivationScale(PlaceMonitor):
     def __init__(self, every: int = 50, layers: dict[str, str] | None = None, figures: bool = True) -> None:
         super().__init__(every, layers, figures)
 
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        return stats.moments(*observe(place, inputs, output))
+    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
+        return stats.moments(*observe(place, inputs, keywords, output))
 
     def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
         metrics: dict[str, float] = {}

@@ -11,8 +11,10 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from stabilize import stats
+from stabilize.callbacks.attention_logits import logits_of, shows_logits
 from stabilize.callbacks.figures import scale_map, share_map
 from stabilize.callbacks.history import History
+from stabilize.callbacks.layers import roles_of
 from stabilize.callbacks.place_monitor import PlaceMonitor
 
 
@@ -29,9 +31,10 @@ class AttentionEntropy(PlaceMonitor):
 
     Means over heads and real queries of the update, largest logits over all of it. Logits are those that the softmax
     gets, whatever the stabiliser has made of them, computed once more at the updates that are recorded; compiled layers
-    run uncompiled then. An attention module says what they are in `observe_logits(inputs)`; of layers that have none,
-    such as torch's and Hugging Face's, nothing is known, which is said when `fit` starts. Above 24 layers a stack has
-    at most 25 keys of a kind; the pictures show all layers.
+    run uncompiled then. An attention module says what they are in `observe_logits(inputs)`; those of torch's
+    `nn.MultiheadAttention` and of Hugging Face's that have `q_proj` and `k_proj` and nothing between (BART, Marian,
+    Whisper and their like) are known too. Of layers with any other nothing is, which is said when `fit` starts. Above
+    24 layers a stack has at most 25 keys of a kind; the pictures show all layers.
 
     Args:
         every: updates between two records; 0 switches the callback off.
@@ -42,7 +45,7 @@ class AttentionEntropy(PlaceMonitor):
         UserError: if `every` is negative, or a pattern matches no module.
     """
 
-    absent = "do not show their attention logits (no part of them has observe_logits, as those of TranslationTask have)"
+    absent = "have no attention whose logits it knows (one with observe_logits, torch's, or one built like BART's)"
     numbers = 5
     inside = True
 
@@ -50,10 +53,10 @@ class AttentionEntropy(PlaceMonitor):
         super().__init__(every, layers, figures)
 
     def find_places(self, layer: nn.Module) -> list[nn.Module]:
-        return [part for part in layer.modules() if hasattr(part, "observe_logits")]
+        return [part for part in layer.modules() if shows_logits(part)]
 
-    def measure(self, place: Any, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        logits, mask = place.observe_logits(inputs)
+    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
+        logits, mask = logits_of(place, inputs, keywords, self.real)
         largest = stats.largest_logit(logits, mask).nan_to_num(nan=0.0, posinf=math.inf)
         return torch.cat([stats.attention_sums(logits, mask), largest[None]])
 
@@ -68,10 +71,13 @@ class AttentionEntropy(PlaceMonitor):
     def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
         metrics: dict[str, float] = {}
         for stack, layers in self.stacks.items():
+            crossing = {
+                part for layer in layers for part in roles_of(layer).get("cross_attention", nn.ModuleList()).modules()
+            }
             for role in ("attention", "cross_attention"):
                 entropies, logits = [math.nan] * len(layers), [math.nan] * len(layers)
                 for place, (its_stack, number) in self.places.items():
-                    if (its_stack, "cross_attention" if place.crosses else "attention") == (stack, role):
+                    if (its_stack, "cross_attention" if place in crossing else "attention") == (stack, role):
                         _, rows, share, rows_of_two, largest = sums[place].tolist()
                         entropies[number] = share / rows_of_two if rows_of_two else math.nan
                         logits[number] = largest if rows and math.isfinite(share) else math.nan

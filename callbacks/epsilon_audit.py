@@ -26,8 +26,9 @@ class EpsilonAudit(PlaceMonitor):
 
     In place of the variance stands whatever the norm adds its epsilon to: the mean square of RMSNorm, the length of
     ScaleNorm. Norms are ours (those with one such number a position, `norm.guarded(x)`), nn.LayerNorm and nn.RMSNorm.
-    Positions are those that the norm is told are real, else all. Compiled layers run uncompiled at the updates that are
-    recorded. Above 24 layers a stack has at most 25 keys; the pictures show all layers.
+    Positions are those that the norm is told are real, or its layer by the masks that it is called with, else all.
+    Compiled layers run uncompiled at the updates that are recorded. Above 24 layers a stack has at most 25 keys; the
+    pictures show all layers.
 
     Args:
         every: updates between two records; 0 switches the callback off.
@@ -48,11 +49,14 @@ class EpsilonAudit(PlaceMonitor):
     def find_places(self, layer: nn.Module) -> list[nn.Module]:
         return [part for part in layer.modules() if isinstance(part, TORCH_NORMS) or hasattr(part, "guarded")]
 
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
-        guarded, epsilon = _guarded(place, inputs[0])
+    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
+        x, *others = (*inputs, *keywords.values())
+        guarded, epsilon = _guarded(place, x)
         if guarded is None:
-            return torch.zeros(self.numbers, device=inputs[0].device, dtype=stats.wide_dtype(inputs[0].device))
-        real = inputs[1] if len(inputs) > 1 else None
+            return torch.zeros(self.numbers, device=x.device, dtype=stats.wide_dtype(x.device))
+        real = others[0] if others else self.real
+        if not others and real is not None and real.shape != guarded.shape:
+            real = None  # a norm of something else than the stream
         if real is not None and guarded.dim() > real.dim():
             real = real[:, None]  # the same in every head
         return stats.near_epsilon(guarded, epsilon, real)

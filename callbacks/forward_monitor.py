@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,7 +29,7 @@ class ForwardMonitor(LayerMonitor):
         """Put the hooks on."""
 
     @abstractmethod
-    def gather(self, device: torch.device) -> Tensor:
+    def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:
         """Return the sums of the micro-batch whose forward has ended."""
 
     @abstractmethod
@@ -51,7 +50,7 @@ class ForwardMonitor(LayerMonitor):
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self.watching:
-            sums = self.gather(pl_module.device)
+            sums = self.gather(trainer, pl_module.device)
             self._total = sums if self._total is None else self.add(self._total, sums)
         self.unwatch()
 
@@ -66,10 +65,3 @@ class ForwardMonitor(LayerMonitor):
     def forget(self) -> None:
         super().forget()
         self._total = None
-
-    def warn_unseen(self, stack: str) -> None:
-        """Say that nothing is known of a stack."""
-        rank_zero_warn(
-            f"{type(self).__name__}: no layer of {stack} ran in training_step where a hook sees it (a model compiled "
-            "as a whole hides its layers); nothing is logged for it"
-        )

@@ -72,6 +72,7 @@ class GradientRatio(LayerMonitor):
         self.parts: dict[tuple[str, str], list[nn.Module]] = {}
         """What is measured of the layers of a stack: ("", stack) the layers, ("_role", stack) their parts of a role."""
         self._squares: dict[nn.Module, Tensor] = {}
+        self._ran: set[nn.Module] = set()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
@@ -95,12 +96,15 @@ class GradientRatio(LayerMonitor):
     ) -> None:
         if not self.is_due(trainer):
             return
-        squares, self._squares = self._squares, {}
+        (squares, self._squares), (ran, self._ran) = (self._squares, {}), (self._ran, set())
         if all(parameter.grad is None for parameter in pl_module.parameters()):
             return  # `training_step` returned None
         modules = [module for part in self.parts.values() for module in part]
         norms = stats.gradient_norms([*modules, pl_module]) / gradient_scale(trainer, optimizer)
         if self.activations:
+            for stack, layers in self.stacks.items():
+                if ran.isdisjoint(layers):
+                    self.warn_unseen(stack)
             missing = norms.new_full((), math.nan)
             of_outputs = torch.stack([squares.get(layer, missing) for stack in self.stacks.values() for layer in stack])
             norms = torch.cat([norms, trainer.strategy.reduce(of_outputs, reduce_op="sum").sqrt()])
@@ -119,7 +123,7 @@ class GradientRatio(LayerMonitor):
 
     def forget(self) -> None:
         super().forget()
-        self._squares, self.parts = {}, {}
+        self._squares, self._ran, self.parts = {}, set(), {}
 
     def picture(self, kind: str, history: History, title: str) -> Figure:
         return ratio_map(history, title)
@@ -134,7 +138,8 @@ class GradientRatio(LayerMonitor):
             metrics[f"{name}/{stack}/first_to_last"] = row[0]
         return metrics
 
-    def _watch_gradient(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _watch_gradient(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        self._ran.add(layer)
         for tensor in stream_of(output):
             if tensor.requires_grad:  # in reentrant checkpointing only the second forward's do
                 tensor.register_hook(lambda gradient: self._add_square(layer, gradient))

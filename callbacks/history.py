@@ -19,6 +19,8 @@ class History:
         self.rows: list[list[float]] = []
         self.offered = 0
         self.stride = 1
+        self.latest = 0
+        """The last update that was offered, also where thinning has left it out."""
 
     def append(self, update: int, row: list[float]) -> None:
         """Add the row of an update, unless thinning leaves it out."""
@@ -26,12 +28,13 @@ class History:
             self.updates.append(update)
             self.rows.append(row)
         self.offered += 1
+        self.latest = update
         if len(self.rows) == LIMIT:
             self.updates, self.rows, self.stride = self.updates[::2], self.rows[::2], 2 * self.stride
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain lists and numbers."""
-        return {"updates": self.updates[:], "rows": self.rows[:], "offered": self.offered, "stride": self.stride}
+        return vars(self) | {"updates": self.updates[:], "rows": self.rows[:]}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> History:

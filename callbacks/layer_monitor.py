@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from matplotlib.figure import Figure
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +19,7 @@ from stabilize.callbacks.layers import find_layers
 from stabilize.callbacks.monitor import Monitor, step_of
 
 OURS = {"encoder": "model.encoder.layers.*", "decoder": "model.decoder.layers.*"}
+FIRST_DRAWN = 16  # records before the first picture; each later one waits for twice as many, so that they are few
 SCALARS = 24  # layers with a curve of their own, at most (and the last); see `LayerMonitor.name_layers`
 
 
@@ -25,8 +27,9 @@ class LayerMonitor(Monitor, ABC):
     """Base of the callbacks that measure each layer at every n-th update; works with any LightningModule.
 
     Nothing is measured, hooked or copied to the host at the updates between. Every layer of every record is also kept
-    in `history`, which travels in the checkpoint and is drawn into `figures/` of the run folder and Weights & Biases
-    when `fit` ends, also by an exception.
+    in `history`, which travels in the checkpoint and is drawn into `figures/` of the run folder and Weights & Biases:
+    at the 16th record, the 32nd, the 64th and so on, for a run that is killed, and when `fit` ends, also by an
+    exception.
 
     Args:
         every: updates between two records, the n-th being the first; 0 switches the callback off.
@@ -56,6 +59,9 @@ class LayerMonitor(Monitor, ABC):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.unwatch()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.unwatch()  # `on_train_batch_start` may have ended the epoch, after which no batch ends
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._finish(trainer)
 
@@ -73,17 +79,20 @@ class LayerMonitor(Monitor, ABC):
 
     def watch(
         self,
-        hook: Callable[[nn.Module, tuple[Any, ...], Any], None],
+        hook: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None],
         modules: Iterable[nn.Module] | None = None,
     ) -> None:
-        """Call `hook(module, inputs, output)` after the forward of each module, or each layer, until `unwatch`."""
-
-        def call(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            hook(module, inputs, output)
+        """Call `hook(module, inputs, keywords, output)` after the forward of each module, or layer, until `unwatch`."""
+        watched = [layer for stack in self.stacks.values() for layer in stack] if modules is None else modules
+        watched = dict.fromkeys(watched)
 
         # A function, because a deep copy of the model would copy a bound method's object, which is the callback.
-        watched = [layer for stack in self.stacks.values() for layer in stack] if modules is None else modules
-        self._handles = [module.register_forward_hook(call) for module in watched]
+        def call(module: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+            if module in watched:  # a copy of the model has copies of the hooks
+                hook(module, inputs, keywords, output)
+
+        self.unwatch()  # where the last batch was begun and never ended
+        self._handles = [module.register_forward_hook(call, with_kwargs=True) for module in watched]
 
     @property
     def watching(self) -> bool:
@@ -100,6 +109,13 @@ class LayerMonitor(Monitor, ABC):
         """Let go of the model and of everything gathered for an update that will not be finished."""
         self.unwatch()
         self.stacks = {}
+
+    def warn_unseen(self, stack: str) -> None:
+        """Say that nothing is known of a stack."""
+        rank_zero_warn(
+            f"{type(self).__name__}: no layer of {stack} ran in training_step where a hook sees it (a model compiled "
+            "as a whole hides its layers); nothing is logged for it"
+        )
 
     def record(self, trainer: pl.Trainer, name: str, row: list[float]) -> None:
         """Add a row of all layers to the history called `name`."""
@@ -122,6 +138,12 @@ class LayerMonitor(Monitor, ABC):
         self.record(trainer, f"{name}/{stack}", row)
         return self.name_layers(name, stack, row)
 
+    def send(self, trainer: pl.Trainer, metrics: dict[str, float], step: int | None = None) -> None:
+        super().send(trainer, metrics, step)
+        records = max((history.offered for history in self.history.values()), default=0)
+        if metrics and records >= FIRST_DRAWN and records.bit_count() == 1:
+            self._draw_where_asked(trainer)
+
     def draw(self, trainer: pl.Trainer) -> None:
         """Publish the pictures of everything in `history`."""
         for name, history in self.history.items():
@@ -130,5 +152,8 @@ class LayerMonitor(Monitor, ABC):
 
     def _finish(self, trainer: pl.Trainer) -> None:
         self.forget()
+        self._draw_where_asked(trainer)
+
+    def _draw_where_asked(self, trainer: pl.Trainer) -> None:
         if self.figures and self.history and trainer.is_global_zero:
             self.draw(trainer)

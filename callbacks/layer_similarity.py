@@ -32,12 +32,15 @@ class LayerSimilarity(ForwardMonitor):
     | `layer_similarity_centered/{stack}/mean`          | mean of these over all pairs of neighbours                   |
 
     The plain cosine is inflated by what all tokens share; the centred one is not. Both are taken in the training
-    forward over real tokens only, where the layer says which are (`layer.observe(inputs, output)`), else over all
-    positions of the first tensor that it returns. Above 24 layers a stack has at most 25 `layer_` keys of a kind.
+    forward over real tokens only, where the layer says which are (`layer.observe(inputs, output)`) or the masks that it
+    is called with do, else over all positions, of the first tensor that it returns. Above 24 layers a stack has at most
+    25 `layer_` keys of a kind.
 
     One record an update: cosines are summed over the window's micro-batches and over ranks and divided once by the
-    number of tokens; the mean that centring takes out is that of one micro-batch on one rank. A layer that runs several
-    times in a forward counts with its last run. States are held only until backward begins.
+    number of tokens. The mean that centring takes out is that of one micro-batch over all ranks; that of a whole window
+    is not known before its states are gone, so that with accumulation the centred cosine is not quite that of
+    one large batch. A layer that runs several times in a forward counts with its last run. States are held only until
+    backward begins.
 
     Args:
         every: updates between two records; 0 switches the callback off.
@@ -63,8 +66,7 @@ class LayerSimilarity(ForwardMonitor):
         for (stack, layers), part in zip(self.stacks.items(), parts, strict=True):
             matrices = stats.similarity_matrix(part.view(len(KINDS), 2, len(layers), len(layers)))
             for name, matrix in zip(KINDS, matrices, strict=True):
-                self.matrices[f"{name}/{stack}"] = matrix.tolist()
-                metrics |= self._neighbours(trainer, name, stack, matrix.diagonal(1).tolist())
+                metrics |= self._neighbours(trainer, name, stack, matrix)
         self.send(trainer, metrics)
 
     def unwatch(self) -> None:
@@ -78,7 +80,7 @@ class LayerSimilarity(ForwardMonitor):
         super().draw(trainer)
         for key, matrix in self.matrices.items():
             kind, stack = key.replace("layer_similarity", "similarity_matrix").split("/")
-            title = f"{kind.replace('_', ' ')}, {stack}, update {self.history[key].updates[-1]}"
+            title = f"{kind.replace('_', ' ')}, {stack}, update {self.history[key].latest}"
             publish(trainer, f"{kind}_{stack}", similarity_matrix(matrix, title))
 
     def state_dict(self) -> dict[str, Any]:
@@ -88,14 +90,18 @@ class LayerSimilarity(ForwardMonitor):
         super().load_state_dict(state_dict)
         self.matrices = dict(state_dict["matrices"])
 
-    def _observe(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _observe(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         if layer.training:
             with torch.no_grad():
-                states, real = observe(layer, inputs, output)
+                states, real = observe(layer, inputs, keywords, output)
             self._observed[layer] = states.detach(), real
 
-    def gather(self, device: torch.device) -> Tensor:
+    def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:
         """Return the sums of every stack and kind in one row, so that ranks need one reduction."""
+
+        def over_ranks(total: Tensor) -> Tensor:
+            return self.over_ranks(trainer, total)
+
         sums = []
         for stack, layers in self.stacks.items():
             seen = [self._observed[layer] for layer in layers if layer in self._observed]
@@ -108,13 +114,15 @@ class LayerSimilarity(ForwardMonitor):
             unseen = torch.zeros_like(example), None  # counts at no position
             states = [self._observed.get(layer, unseen)[0] for layer in layers]
             try:
-                sums.append(stats.similarity_sums(states, real).flatten())
+                sums.append(stats.similarity_sums(states, real, over_ranks).flatten())
             except ValueError as error:
                 raise UserError(f"layers.{stack}: {error}; name layers whose outputs have one shape") from error
         return torch.cat(sums)
 
-    def _neighbours(self, trainer: pl.Trainer, name: str, stack: str, row: list[float]) -> dict[str, float]:
+    def _neighbours(self, trainer: pl.Trainer, name: str, stack: str, matrix: Tensor) -> dict[str, float]:
+        row = matrix.diagonal(1).tolist()
         metrics = self.log_row(trainer, name, stack, row)
-        if metrics:
+        if metrics:  # else there is no pair of layers with a number, so no picture of pairs either
+            self.matrices[f"{name}/{stack}"] = matrix.tolist()
             metrics[f"{name}/{stack}/mean"] = fmean(value for value in row if math.isfinite(value))
         return metrics

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -65,10 +68,58 @@ def stream_of(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(stream) if isinstance(leaf, Tensor)]
 
 
-def observe(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> tuple[Tensor, Tensor | None]:
+def observe(
+    layer: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any], output: Any
+) -> tuple[Tensor, Tensor | None]:
     """Return a layer's states `[..., width]` and which positions are real, bool `[...]` or None for all of them.
 
-    A layer says so itself in `layer.observe(inputs, output)`; from any other the first tensor of the output is taken.
+    A layer says so itself in `layer.observe(inputs, output)`; from any other the first tensor of the output is taken,
+    and its padding is what it was called with, see `real_positions`.
     """
     own = getattr(layer, "observe", None)
-    return own(inputs, output) if callable(own) else (stream_of(output)[0], None)
+    if callable(own):
+        return own(inputs, output)
+    states, real = stream_of(output)[0], real_positions(layer, inputs, keywords)
+    return states, real if real is not None and real.shape == states.shape[:-1] else None
+
+
+def arguments_of(module: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a module was called with, by name."""
+    try:
+        return inspect.signature(module.forward).bind_partial(*inputs, **keywords).arguments | dict(keywords)
+    except TypeError:  # not what it says it takes
+        return dict(keywords)
+
+
+def may_look(mask: Tensor, true_hides: bool) -> Tensor:
+    """Return where a mask lets attention look: bool of either sense, or numbers that are added to the logits."""
+    if mask.dtype == torch.bool:
+        return ~mask if true_hides else mask
+    return mask > torch.finfo(mask.dtype).min / 2
+
+
+def real_positions(layer: nn.Module, inputs: tuple[Any, ...], keywords: Mapping[str, Any]) -> Tensor | None:
+    """Return which positions are real, bool of the shape of the states, where the masks of a call tell.
+
+    Those of torch's layers (`src_key_padding_mask`, `tgt_key_padding_mask`) and of Hugging Face's (`attention_mask`:
+    one of `[batch, length]` is not zero at real tokens, of one of `[batch, 1, length, length]` a token is real that may
+    look at itself).
+    """
+    given = arguments_of(layer, inputs, keywords)
+    for name in ("src_key_padding_mask", "tgt_key_padding_mask"):
+        if isinstance(given.get(name), Tensor):
+            real = may_look(given[name], true_hides=True)
+            return real.mT if real.dim() > 1 and not _batch_first(layer) else real
+    mask = given.get("attention_mask")
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 2:
+        return mask != 0
+    if mask.dim() != 4:
+        return None
+    seen = may_look(mask[:, 0], true_hides=False)
+    return seen[:, 0] if seen.size(1) == 1 else seen.diagonal(dim1=1, dim2=2)
+
+
+def _batch_first(layer: nn.Module) -> bool:
+    return next((part.batch_first for part in layer.modules() if isinstance(part, nn.MultiheadAttention)), True)

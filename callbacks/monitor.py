@@ -56,11 +56,11 @@ class Monitor(pl.Callback):
         """Say whether the update being made is one to record; the same for all micro-batches of its window."""
         return self.every > 0 and (step_of(trainer) + 1) % self.every == 0
 
-    def send(self, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    def send(self, trainer: pl.Trainer, metrics: dict[str, float], step: int | None = None) -> None:
         """Give the numbers of this update, if any, to every logger (`log` would be overwritten by Lightning)."""
         self.latest.update(metrics)
         for logger in trainer.loggers if metrics else ():
-            logger.log_metrics(metrics, step=step_of(trainer))
+            logger.log_metrics(metrics, step=step_of(trainer) if step is None else step)
 
 
 def step_of(trainer: pl.Trainer) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stabilize import stats
 from stabilize.callbacks import uncompiled
 from stabilize.callbacks.forward_monitor import ForwardMonitor
+from stabilize.callbacks.layers import real_positions
 
 
 class PlaceMonitor(ForwardMonitor):
@@ -32,10 +33,12 @@ class PlaceMonitor(ForwardMonitor):
         super().__init__(every, layers, figures)
         self.places: dict[nn.Module, tuple[str, int]] = {}
         """Each place's stack, and the number of its layer from 0."""
+        self.real: Tensor | None = None
+        """Which positions are real to the layer that runs, where the masks that it was called with tell."""
         self._seen: dict[nn.Module, Tensor] = {}
 
     @abstractmethod
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> Tensor:
+    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
         """Return the sums `[numbers]` of one call of a place."""
 
     @abstractmethod
@@ -61,8 +64,10 @@ class PlaceMonitor(ForwardMonitor):
         if self.inside and self.places:
             uncompiled.begin(self)
         self.watch(self._measure, self.places)
+        if self.inside:
+            self._watch_masks()
 
-    def gather(self, device: torch.device) -> Tensor:
+    def gather(self, trainer: pl.Trainer, device: torch.device) -> Tensor:
         for stack in {stack for stack, _ in self.places.values()} - {self.places[place][0] for place in self._seen}:
             self.warn_unseen(stack)
         nothing = torch.zeros(self.numbers, device=device, dtype=stats.wide_dtype(device))
@@ -73,10 +78,14 @@ class PlaceMonitor(ForwardMonitor):
 
     def unwatch(self) -> None:
         super().unwatch()
-        self._seen = {}
+        self._seen, self.real = {}, None
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         uncompiled.end(self)  # not before: activation checkpointing has to compute again what it did in the forward
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        uncompiled.end(self)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         super().on_train_batch_end(trainer, *arguments)
@@ -87,7 +96,17 @@ class PlaceMonitor(ForwardMonitor):
         uncompiled.end(self)
         self.places = {}
 
-    def _measure(self, place: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        if place.training and place in self.places:  # a copy of the model has copies of the hooks
+    def _measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+        if place.training:
             with torch.no_grad():
-                self._seen[place] = self.measure(place, inputs, output)
+                self._seen[place] = self.measure(place, inputs, keywords, output)
+
+    def _watch_masks(self) -> None:
+        """Before each layer that does not tell its parts which positions are real, see what it is told itself."""
+        watched = {layer for stack in self.stacks.values() for layer in stack if not hasattr(layer, "observe")}
+
+        def look(layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            if layer in watched:
+                self.real = real_positions(layer, inputs, keywords)
+
+        self._handles += [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in watched]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from statistics import fmean
+from contextlib import suppress
+from statistics import median
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import lightning.pytorch as pl
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from stabilize import stats
 from stabilize.callbacks.monitor import Monitor, step_of
 from stabilize.errors import UserError
+from stabilize.findings import ABOVE_START
 from stabilize.gradients import Gradients
 from stabilize.precision import gradient_scale, loss_scale
 
@@ -23,7 +25,9 @@ Policy: TypeAlias = Literal["report"]
 CURVES = {"loss": "loss", "gradient_norm": "gradient norm"}
 """What is watched: its name in keys, and in words."""
 LATELY = 100
-"""Updates: what the loss of lately is the mean of, and for how long an alarm of one kind is not repeated."""
+"""Updates: what the loss of lately is the median of, and for how long an alarm of one kind is not repeated."""
+FIRST = 10
+"""Updates whose highest loss is where training began: a run that goes on from good weights begins low."""
 CURES = "a longer warm-up, a lower learning rate, or pre-norm, B2T or DeepNorm"
 
 
@@ -43,12 +47,14 @@ class SpikeGuard(Monitor):
     | `stability/spikes`                    | updates so far at which the loss or the gradient norm jumped           |
     | `stability/spike_score/loss`          | share of updates at which the loss jumped: OLMo 2's SpikeScore         |
     | `stability/spike_score/gradient_norm` | the same of the gradient norm                                          |
-    | `stability/diverged`                  | 1 from the update at which training has diverged, else 0               |
+    | `stability/diverged`                  | 1 while training is lost, else 0                                       |
+    | `stability/diverged_at`               | the update since which it is; there only while it is                   |
     | `stability/skipped_updates`           | updates that the gradient scaler passed over; under `16-mixed` alone   |
 
     A value jumps where it is at least `deviations` standard deviations off the mean of the `window` before it, or is
-    not finite. Training has diverged where the loss or the gradient norm is not finite, or the loss of the last hundred
-    updates is on average above that of the first. The norm is the true one, before clipping; the loss that of the whole
+    not finite. Training has diverged where the loss or the gradient norm of one of the last hundred updates is not
+    finite, or the median loss of all of them is more than 1 (in nats: as much as batches never differ by) above the
+    highest of the first ten, as long as it is. The norm is the true one, before clipping; the loss that of the whole
     update over all ranks, per token where the task says so (`update_loss`), else the mean of what `training_step`
     returned. Both wait on the device, and are looked at together at every n-th update.
 
@@ -79,7 +85,7 @@ class SpikeGuard(Monitor):
             "updates": 0,
             "spikes": 0,
             "skipped": 0,
-            "first_loss": None,
+            "first_losses": [],
             "diverged_at": None,
             "alarms": {},
         }
@@ -88,9 +94,8 @@ class SpikeGuard(Monitor):
         self._waiting: list[tuple[int, Tensor]] = []
 
     def summary(self) -> dict[str, float]:
-        """Return the last numbers, and the update at which training has diverged if it has."""
-        at = self.progress["diverged_at"]
-        return self.latest | ({} if at is None else {"stability/diverged_at": float(at)})
+        """Return the last numbers."""
+        return dict(self.latest)
 
     def state_dict(self) -> dict[str, Any]:
         waiting = [(update, values.tolist()) for update, values in self._waiting]
@@ -98,13 +103,14 @@ class SpikeGuard(Monitor):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        self.progress = copy.deepcopy(state_dict["progress"])
+        self.progress |= copy.deepcopy(state_dict["progress"])
         self._waiting = [(update, torch.tensor(values)) for update, values in state_dict["waiting"]]
 
     # ------------------------------------------------------------------ watching
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        if self.every:  # Lightning has divided the loss by the micro-batches of the window
+        if self.every and not hasattr(pl_module, "update_loss"):
+            # Lightning has divided the loss by the micro-batches of the window.
             self._loss = self._loss + loss.detach() / loss_scale(trainer)
 
     def on_before_optimizer_step(
@@ -120,21 +126,33 @@ class SpikeGuard(Monitor):
             norm = stats.whole(gradients.norm).float() / gradient_scale(trainer, optimizer)
             self._waiting.append((step_of(trainer) + 1, torch.stack([torch.as_tensor(loss).to(norm), norm])))
         if self.is_due(trainer) and self._waiting:
-            self.send(trainer, self._look(trainer))
+            self._look(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._waiting:
-            self.latest.update(self._look(trainer))
+            self._look(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._waiting:
+            with suppress(RuntimeError):  # the device may be what failed
+                self._look(trainer, alone=True)
+        self._loss, self._waiting = 0.0, []
 
     # ------------------------------------------------------------------ judging
 
-    def _look(self, trainer: pl.Trainer) -> dict[str, float]:
-        """Judge the updates that wait; return the numbers so far."""
+    def _look(self, trainer: pl.Trainer, alone: bool = False) -> None:
+        """Judge the updates that wait, and send the numbers so far.
+
+        Args:
+            trainer: of the run.
+            alone: whether other ranks may be gone, so that this one's values have to do.
+        """
         progress, scaled = self.progress, getattr(trainer.precision_plugin, "scaler", None) is not None
         (updates, values), self._waiting = zip(*self._waiting, strict=True), []
         device = trainer.lightning_module.device
         rows = torch.stack([value.to(device) for value in values])
-        rows = trainer.strategy.reduce(rows, reduce_op="mean").cpu()  # the one transfer to the host
+        rows = rows if alone else trainer.strategy.reduce(rows, reduce_op="mean")
+        rows = rows.cpu()  # the one transfer to the host
         # An overflow that the gradient scaler has dealt with is no alarm.
         passed_over = rows[:, 0].isfinite() & ~rows[:, 1].isfinite() & scaled
         progress["skipped"] += int(passed_over.sum())
@@ -142,12 +160,16 @@ class SpikeGuard(Monitor):
         if len(kept):
             self.react(trainer, self._judge([updates[i] for i in kept.tolist()], rows[kept]))
         count = max(progress["updates"], 1)
-        return {
+        at = progress["diverged_at"]
+        self.latest.pop("stability/diverged_at", None)
+        numbers = {
             "stability/spikes": float(progress["spikes"]),
             **{f"stability/spike_score/{name}": jumps / count for name, jumps in progress["jumps"].items()},
-            "stability/diverged": float(progress["diverged_at"] is not None),
+            "stability/diverged": float(at is not None),
+            **({} if at is None else {"stability/diverged_at": float(at)}),
             **({"stability/skipped_updates": float(progress["skipped"])} if scaled else {}),
         }
+        self.send(trainer, numbers, updates[-1] - 1)
 
     def _judge(self, updates: list[int], rows: Tensor) -> list[_Alarm]:
         """Take in the loss and gradient norm `[updates, 2]`; return what is wrong, in order."""
@@ -175,22 +197,26 @@ class SpikeGuard(Monitor):
                     )
         progress["spikes"] += int(jumped.sum())
         progress["updates"] += len(updates)
-        alarms += self._no_lower(updates, rows[0, 0].item())
+        alarms += self._no_lower(updates, rows[:, 0].tolist())
         diverged = [alarm.update for alarm in alarms if alarm.kind != "spike"]
-        if diverged and progress["diverged_at"] is None:
-            progress["diverged_at"] = min(diverged)
+        lost = not all(math.isfinite(value) for curve in progress["recent"].values() for value in curve[-LATELY:])
+        if not diverged and not lost:
+            progress["diverged_at"] = None
+        elif progress["diverged_at"] is None:
+            progress["diverged_at"] = min(diverged, default=updates[-1])
         return sorted(alarms, key=lambda alarm: alarm.update)
 
-    def _no_lower(self, updates: list[int], oldest: float) -> list[_Alarm]:
-        """Return an alarm if the loss is no lower than it was in the beginning."""
-        progress = self.progress
-        if progress["first_loss"] is None:
-            progress["first_loss"] = oldest
-        lately = [loss for loss in progress["recent"]["loss"][-LATELY:] if math.isfinite(loss)]
-        if len(lately) < LATELY or not fmean(lately) > progress["first_loss"]:
+    def _no_lower(self, updates: list[int], losses: list[float]) -> list[_Alarm]:
+        """Return an alarm if the loss is above where it was in the beginning."""
+        first = self.progress["first_losses"]
+        first += [loss for loss in losses if math.isfinite(loss)][: FIRST - len(first)]
+        lately = [loss for loss in self.progress["recent"]["loss"][-LATELY:] if math.isfinite(loss)]
+        if len(lately) < min(LATELY, self.window) or not median(lately) > max(first, default=math.inf) + ABOVE_START:
             return []
-        said = f"the loss of the last {LATELY} updates is {fmean(lately):.4g} on average, above the first update's"
-        sentence = f"{said} {progress['first_loss']:.4g}: training has diverged; {CURES} would do"
+        said = (
+            f"the loss of the last {len(lately)} updates is {median(lately):.4g} in the middle, above the first ones'"
+        )
+        sentence = f"{said} {max(first):.4g}: training has diverged; {CURES} would do"
         return [_Alarm(updates[-1], "no lower", sentence)]
 
     def react(self, trainer: pl.Trainer, alarms: list[_Alarm]) -> None:

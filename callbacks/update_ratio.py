@@ -13,7 +13,6 @@ from stabilize import stats
 from stabilize.callbacks.figures import scale_map
 from stabilize.callbacks.history import History
 from stabilize.callbacks.layer_monitor import LayerMonitor
-from stabilize.precision import loss_scale
 
 
 class UpdateRatio(LayerMonitor):
@@ -42,7 +41,6 @@ class UpdateRatio(LayerMonitor):
     def __init__(self, every: int = 50, layers: dict[str, str] | None = None, figures: bool = True) -> None:
         super().__init__(every, layers, figures)
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._scale = 1.0
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -50,15 +48,16 @@ class UpdateRatio(LayerMonitor):
         if self.is_due(trainer) and any(parameter.grad is not None for parameter in pl_module.parameters()):
             learns = {p for layers in self.stacks.values() for layer in layers for p in layer.parameters()}
             self._before = {p: p.detach().clone() for p in learns if p.requires_grad}
-            self._scale = loss_scale(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         super().on_train_batch_end(trainer, *arguments)
         before, self._before = self._before, {}
-        if not before or loss_scale(trainer) < self._scale:  # lowered: the update was passed over
+        if not before:
             return
         layers = [layer for stack in self.stacks.values() for layer in stack]
         ratios = stats.update_ratios(layers, before).cpu()  # the one transfer to the host
+        if not (ratios > 0).any():
+            return  # the update was passed over
         metrics: dict[str, float] = {}
         sizes = [len(stack) for stack in self.stacks.values()]
         for stack, row in zip(self.stacks, ratios.split(sizes), strict=True):

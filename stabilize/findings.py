@@ -52,6 +52,8 @@ REMEDIES = {
     "(arXiv:2110.09456) even it out, and model.clipping bounds the step",
     "lost update": "under 16-mixed the loss scale comes down and training goes on; in any other precision, bf16-mixed, "
     "a lower peak or a longer warm-up help",
+    "jumped": "model.clipping: ZClip (arXiv:2504.02507) or AdaptiveClipping (arXiv:2102.06171), a longer warm-up or a "
+    "lower peak smooth such jumps",
     "collapsed": "SigmaReparam (arXiv:2303.06296) and QKNorm (arXiv:2302.05442) keep attention from it",
     "drowned": "a smaller epsilon (model.stabilizer.epsilon) or embeddings of a larger scale help",
     "alike": "DeepNorm begins like this by design; where it stays, depth is paid for and not used, and "
@@ -147,7 +149,8 @@ class Diary:
         for sign in signs(self, metrics):
             before = self.findings.get((sign.rule, sign.where))
             if sign.bad:
-                found = Finding(sign.rule, sign.where, sign.sentence, sign.size, update, update)
+                since = update if sign.rule != "diverged" else int(metrics.get("stability/diverged_at", update))
+                found = Finding(sign.rule, sign.where, sign.sentence, sign.size, since, update)
                 if before is None:
                     new.append(found)
                 else:
@@ -200,6 +203,8 @@ class Diary:
             value = metrics.get(key, math.nan)
             if math.isfinite(value) and (key not in self.best or sign * value > sign * self.best[key][0]):
                 self.best[key] = value, update
+        if metrics.get("stability/diverged") == 0:
+            self.told.pop("stability/diverged_at", None)  # it has come back
         for key, value in metrics.items():
             if key.startswith("stability/"):
                 self.told[key] = value
@@ -238,6 +243,7 @@ def signs(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
     """What each rule says of a record; nothing of what the record has no numbers for."""
     yield from _loss(diary, metrics)
     yield from _gradient(metrics)
+    yield from _jumps(diary, metrics)
     yield from _profiles(metrics)
     yield from _similarity(metrics)
     yield from _inside(metrics)
@@ -249,7 +255,7 @@ def _loss(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
             yield Sign("diverged", "", True, math.inf, f"{key} is {number(metrics[key])}: the run has diverged")
             return
     if diary.told.get("stability/diverged"):
-        sentence = "the spike guard found a loss that is not finite, or no lower than in the beginning: diverged"
+        sentence = "the spike guard found a loss that is not finite, or far above where it began: diverged"
         yield Sign("diverged", "", True, 0.0, sentence)
         return
     nll = metrics.get("train/nll")
@@ -278,6 +284,15 @@ def _gradient(metrics: Mapping[str, float]) -> Iterator[Sign]:
     if norm is not None:
         sentence = f"the gradient of the whole model is {number(norm)}: this update is lost"
         yield Sign("lost update", "", not math.isfinite(norm), 0.0, sentence)
+
+
+def _jumps(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
+    count = metrics.get("stability/spikes")
+    if count is not None:
+        before = diary.findings.get(("jumped", ""))
+        often = f"at {number(count)} updates" if count > 1 else "at one update"
+        sentence = f"the loss or the gradient norm jumped {often}"
+        yield Sign("jumped", "", count > (before.size if before else 0), count, sentence)
 
 
 def _by_layer(metrics: Mapping[str, float]) -> dict[tuple[str, str], dict[int, float]]:

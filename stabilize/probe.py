@@ -25,6 +25,9 @@ section 3.3), the factor is for all that the derivation leaves out: width, data,
 SLACK = 0.05
 """What a measured slope may be off the derived one, a layer, beside what the ends of the stack may: MARGIN over all."""
 
+SIGNAL = 1.2
+"""By what factor the measured growth of the activations may be outside the derived bounds."""
+
 RULE = (
     f"healthy: gradient norm and activation RMS of the first and the last layer differ by no more than {MARGIN:g} √L "
     "in L layers. A gradient that differs more vanishes or explodes towards the input; a signal, towards the output."
@@ -162,11 +165,16 @@ class Theory(NamedTuple):
     """Of `Profile.slope`."""
     most: float
     words: str
+    signal: tuple[float, float] = (1.0, 1.0)
+    """Of `Profile.rms_growth`, the least and the most."""
 
     def agrees(self, profile: Profile) -> bool:
-        """Whether the measured slope is the derived one, up to the ends of the stack and SLACK a layer."""
+        """Whether the measured slope is the derived one, up to the ends of the stack and SLACK a layer, and the growth
+        of the activations too, up to SIGNAL."""
         slack = math.log(MARGIN) / max(1, profile.layers - 1) + SLACK
-        return self.least - slack <= profile.slope <= self.most + slack
+        least, most = self.signal
+        grows = least / SIGNAL <= profile.rms_growth <= most * SIGNAL
+        return grows and self.least - slack <= profile.slope <= self.most + slack
 
 
 PLAIN = Stabilizer()
@@ -180,7 +188,10 @@ def theory(stabilizer: Stabilizer, stack: str, layers: int) -> Theory | None:
         return None
     if type(stabilizer.placement) is PreNorm:
         root = math.log(layers) / 2
-        return Theory(-root / (layers - 1), 0.0, "pre-norm: flat, the first layer's gradient at most √L of the last's")
+        words = "pre-norm: flat, the first layer's gradient at most √L of the last's, while the variance grows linearly"
+        # The variance after l layers is from 1 + l / 2 to 1 + 3 l / 2 times that before the first.
+        signal = math.sqrt((1 + layers / 2) / (1 + 3 / 2)), math.sqrt((1 + 3 * layers / 2) / (1 + 1 / 2))
+        return Theory(-root / (layers - 1), 0.0, words, signal)
     if type(stabilizer.placement) is not PostNorm:
         return None
     if stack == "decoder":

@@ -44,10 +44,10 @@ def _norms(groups: Sequence[Sequence[nn.Parameter]], tensors: Mapping[nn.Paramet
     if not tensors:
         return torch.full((len(groups),), math.nan)
     norms = _norm_of_each(list(tensors.values()))
-    number = {parameter: number for number, parameter in enumerate(tensors)}
     missing = norms.new_full((), math.nan)
-    rows = [[number[parameter] for parameter in group] for group in groups]
-    return torch.stack([torch.linalg.vector_norm(norms[row]) if row else missing for row in rows])
+    own = dict(zip(tensors, norms.unbind(), strict=True))  # to index with a list would wait for the device each time
+    rows = [[own[parameter] for parameter in group] for group in groups]
+    return torch.stack([torch.linalg.vector_norm(torch.stack(row)) if row else missing for row in rows])
 
 
 def _norm_of_each(tensors: list[Tensor]) -> Tensor:
@@ -96,8 +96,13 @@ def update_ratios(modules: Sequence[nn.Module], before: Mapping[nn.Parameter, Te
         before: a copy of each parameter before it.
     """
     ratios = []
+    device = next((old.device for old in before.values()), torch.device("cpu"))
+    missing = torch.full((1,), math.nan, device=device, dtype=wide_dtype(device))
     for module in modules:  # one at a time, whose weights stay in the processor's cache
         learns = [p for p in module.parameters() if p.requires_grad]
+        if not learns:
+            ratios.append(missing)
+            continue
         step = _norms([learns], {p: p.detach() - before[p] for p in learns})
         size = _norms([learns], {p: before[p] for p in learns})
         ratios.append(torch.where(size > 0, step / size, math.nan))
@@ -200,7 +205,11 @@ def near_epsilon(guarded: Tensor, epsilon: float, real: Tensor | None = None, ti
 # ---------------------------------------------------------------- similarity
 
 
-def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None) -> Tensor:
+def similarity_sums(
+    states: Sequence[Tensor],
+    real: Tensor | None = None,
+    over_ranks: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """Sums of the cosine between the outputs of all pairs of layers, and how many positions they run over.
 
     Both add over micro-batches and ranks; `similarity_matrix` turns the total into means.
@@ -209,6 +218,7 @@ def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None) -> Ten
         states: one tensor a layer, all of one shape `[..., width]`.
         real: bool `[...]`, the positions that count; None is all of them. A position where either layer's state is zero
             does not count for that pair.
+        over_ranks: adds a tensor over all ranks, each of which has to ask; the mean is then that of all of them.
 
     Returns:
         `[2, 2, layers, layers]`: of the states as they are, then of what is left of them when each layer's mean over
@@ -226,7 +236,9 @@ def similarity_sums(states: Sequence[Tensor], real: Tensor | None = None) -> Ten
     for vectors, counts in _parts(flat, mask):
         total += vectors.sum(dim=1, keepdim=True)
         plain += _cosines(vectors, counts, total.new_zeros(len(flat)))
-    mean = total / mask.sum().clamp(min=1)
+    total = torch.cat([total.flatten(), mask.sum().to(total)[None]])
+    total = total if over_ranks is None else over_ranks(total)
+    mean = (total[:-1] / total[-1].clamp(min=1)).view(len(flat), 1, -1)
     rounding = 1e-6 * torch.linalg.vector_norm(mean, dim=-1).flatten()
     for vectors, counts in _parts(flat, mask):
         centered += _cosines(vectors.sub_(mean), counts, rounding)
@@ -248,7 +260,7 @@ def _parts(flat: Sequence[Tensor], mask: Tensor) -> Iterator[tuple[Tensor, Tenso
     All pieces use one memory, which may be written to. It is wide: no square is lost, nor is a product, since a float32
     one may run in TF32 (three digits) when the user asked for speed.
     """
-    size = max(1, min(len(mask), NUMBERS_AT_ONCE // (len(flat) * flat[0].size(-1))))
+    size = max(1, min(len(mask), NUMBERS_AT_ONCE // (len(flat) * max(len(flat), flat[0].size(-1)))))  # also `_cosines`
     memory = torch.empty(len(flat), size, flat[0].size(-1), device=mask.device, dtype=wide_dtype(mask.device))
     for start in range(0, len(mask), size):
         real = mask[start : start + size]

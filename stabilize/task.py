@@ -33,7 +33,7 @@ from stabilize.gradients import Gradients
 from stabilize.loss import smoothed_cross_entropy
 from stabilize.metrics import CorpusBLEU
 from stabilize.model import EncoderDecoder, Sizes
-from stabilize.precision import unscale
+from stabilize.precision import is_fused, unscale
 from stabilize.strategies import Clipping, NoClipping, Part, Stabilizer
 from stabilize.tokens import PAD
 
@@ -158,6 +158,12 @@ class TranslationTask(LightningModule):
             raise UserError(
                 f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val} and model.clipping is "
                 f"{type(self.clipping).__name__}; use one of them"
+            )
+        if self.trainer.gradient_clip_val and self.trainer.precision.endswith("-mixed") and is_fused(optimizer):
+            raise UserError(  # else Lightning says so at the first update
+                f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val}, which Lightning refuses for a fused "
+                f"{type(optimizer).__name__} in {self.trainer.precision}; model.clipping: GlobalNorm, or fused: false "
+                "of the optimizer, would do"
             )
         schedule = LambdaLR(optimizer, [_from_one(factor) for factor in factors])
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}

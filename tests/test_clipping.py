@@ -139,6 +139,13 @@ def test_two_clippings_are_refused(tmp_path: Path) -> None:
         fit(trainer, small_task(clipping=GlobalNorm()), [sentence_batch(0)])
 
 
+def test_clipping_that_lightning_refuses_for_fused_optimisers_is_refused_before_training(tmp_path: Path) -> None:
+    task = small_task(optimizer=functools.partial(torch.optim.AdamW, fused=True))
+    made = small_trainer(tmp_path, max_steps=1, precision="bf16-mixed", gradient_clip_val=1.0)
+    with pytest.raises(UserError, match=r"refuses for a fused AdamW in bf16-mixed; model\.clipping: GlobalNorm"):
+        fit(made, task, [sentence_batch(0)])
+
+
 # ---------------------------------------------------------------- adaptive clipping of units
 
 

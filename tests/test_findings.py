@@ -113,10 +113,26 @@ def test_the_spike_guard_is_believed() -> None:
     diary.add(110, {"stability/diverged": 0.0, "stability/spikes": 2.0})
     assert diary.verdict == "no fault seen"
     assert diary.summary()["stability/spikes"] == 2.0
-    diary.add(120, {"stability/diverged": 1.0, "stability/spikes": 3.0})
+    diary.add(120, {"stability/diverged": 1.0, "stability/diverged_at": 113.0, "stability/spikes": 3.0})
     diary.add(150, {"train/nll": 5.0})
-    assert diary.verdict == "diverged at update 120"
-    assert diary.summary()["stability/diverged_at"] == 120
+    assert diary.verdict == "diverged at update 113"
+    assert diary.summary()["stability/diverged_at"] == 113
+    diary.add(160, {"stability/diverged": 0.0, "train/nll": 5.0})
+    assert diary.verdict == "no fault seen"
+    assert "stability/diverged_at" not in diary.summary()
+
+
+def test_jumps_are_counted_and_pass() -> None:
+    diary = Diary()
+    counts = {10: 0.0, 20: 1.0, 30: 1.0, 40: 3.0}
+    new = [finding for update, count in counts.items() for finding in diary.add(update, {"stability/spikes": count})]
+    assert [str(finding).split(";")[0] for finding in new] == ["the loss or the gradient norm jumped at one update"]
+    (found,) = diary.all
+    assert found.sentence == "the loss or the gradient norm jumped at 3 updates"
+    assert not found.grave
+    assert found.when == "since update 20"
+    diary.add(50, {"stability/spikes": 3.0})
+    assert diary.all[0].when == "update 20 to 40, then passed"
 
 
 def test_a_lost_update_is_no_fault() -> None:

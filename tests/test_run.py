@@ -175,6 +175,7 @@ def test_the_steps_are_updates_and_never_go_back(run: Path) -> None:
     steps = [row["step"] for row in rows(run)]
     assert steps == sorted(steps)
     of = {key: [row["step"] for row in rows(run) if key in row] for key in METRICS}
+    assert all(steps == sorted(set(steps)) for steps in of.values())
     assert of["train/loss"] == of["lr"] == list(range(9, 60, 10))
     assert of["gradient_ratio/decoder/first_to_last"] == of["gradient_norm/total"] == list(range(19, 60, 20))
     assert of["update_ratio/encoder/layer_001"] == of["stability/spikes"] == list(range(19, 60, 20))

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from stabilize import stats
 
@@ -189,6 +191,28 @@ def test_sums_add_over_parts_of_a_batch_of_any_size():
     assert stats.similarity_matrix(whole)[0, 0, 1].item() == pytest.approx(expected.item(), abs=1e-6)
 
 
+@pytest.mark.parametrize("at_once", [1, 60, 10**6])
+def test_pieces_of_any_size_say_the_same(at_once: int, monkeypatch: pytest.MonkeyPatch):
+    """Also more layers than numbers in a state."""
+    monkeypatch.setattr(stats, "NUMBERS_AT_ONCE", at_once)
+    layers, real = list(torch.randn(5, 3, 7, 4) + 1), torch.rand(3, 7) > 0.2
+    matrices = stats.similarity_matrix(stats.similarity_sums(layers, real))
+    for matrix, centered in zip(matrices, (False, True), strict=True):
+        expected = torch.tensor([[mean_cosine(a, b, real, centered) for b in layers] for a in layers])
+        torch.testing.assert_close(matrix.float(), expected, rtol=0, atol=1e-6)
+
+
+def test_parts_that_take_out_one_mean_add_up_to_the_whole():
+    """As two ranks do, whose totals are added in between."""
+    layers, real = list(torch.randn(3, 6, 5, 4) + 1), torch.rand(6, 5) > 0.2
+    parts = [([layer[rows] for layer in layers], real[rows]) for rows in (slice(2), slice(2, 6))]
+    totals: list[Tensor] = []
+    for part in parts:
+        stats.similarity_sums(*part, over_ranks=lambda total: totals.append(total) or total)
+    sums = [stats.similarity_sums(*part, over_ranks=lambda _: sum(totals)) for part in parts]
+    torch.testing.assert_close(sums[0] + sums[1], stats.similarity_sums(layers, real))
+
+
 def test_layers_of_different_shape_are_refused():
     with pytest.raises(ValueError, match=r"\(2, 3, 4\).*\(2, 3, 5\)"):
         stats.similarity_sums([torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)])
@@ -203,6 +227,41 @@ def test_update_ratio_is_the_step_over_the_weights_before():
     layer.weight.data, layer.bias.data = torch.tensor([[3.0, 3e-3]]), torch.tensor([4.004])
     ratios = stats.update_ratios([layer, frozen, nn.ModuleList([layer, frozen])], before)
     assert ratios.tolist() == pytest.approx([1e-3, math.nan, 1e-3], rel=1e-3, nan_ok=True)
+
+
+class StaysOnTheDevice(TorchDispatchMode):
+    """No operation mixes devices, as one does that copies an index from the host and waits for it."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        places = {leaf.device.type for leaf in tree_leaves((args, kwargs, found)) if isinstance(leaf, Tensor)}
+        assert places <= {"meta"}, function
+        return found
+
+
+def test_norms_and_updates_stay_on_the_device_they_are_on():
+    """On torch's device without memory: a frozen layer has its NaN there too, and nothing waits for the host."""
+    with torch.device("meta"):
+        layers = [nn.Linear(2, 3), nn.Linear(3, 3).requires_grad_(False), nn.Identity(), nn.Linear(3, 2)]
+        for layer in layers:
+            for parameter in layer.parameters():
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        before = {p: torch.empty_like(p) for layer in layers for p in layer.parameters() if p.requires_grad}
+        with StaysOnTheDevice():
+            assert stats.gradient_norms(layers).shape == stats.update_ratios(layers, before).shape == (4,)
+
+
+def test_what_is_measured_in_a_forward_stays_on_the_device():
+    with torch.device("meta"):
+        states, logits = torch.empty(3, 2, 5, 4), torch.empty(2, 2, 5, 5)
+        real, mask = torch.empty(2, 5, dtype=torch.bool), torch.empty(2, 1, 1, 5, dtype=torch.bool)
+        with StaysOnTheDevice():
+            stats.similarity_sums(list(states), real)
+            stats.moments(states[0], real)
+            stats.near_epsilon(states[0, ..., 0], 1e-5, real)
+            stats.attention_sums(logits, mask)
+            stats.largest_logit(logits, mask)
+            stats.squared_norm(states)
 
 
 def test_weights_that_were_zero_have_no_update_ratio():

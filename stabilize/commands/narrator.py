@@ -58,7 +58,10 @@ class Narrator(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         update = (step or 0) + 1  # loggers know an update by the number of those before it
         for finding in self.diary.add(update, metrics):
-            if finding.rule != "diverged" or "stability/diverged" not in self.diary.told:  # else the guard has said so
+            by_guard = finding.rule == "jumped" or (
+                finding.rule == "diverged" and "stability/diverged" in self.diary.told
+            )
+            if not by_guard:  # else it has said so, and to which update
                 print(f"update {update:,}: {finding}", flush=True)
         self._tell()
 

@@ -90,15 +90,16 @@ STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For every parser: an error is raised, and a flag is written out."""
 
 MONITORS = {
+    "spike_guard": SpikeGuard,
     "gradient_ratio": GradientRatio,
     "layer_similarity": LayerSimilarity,
     "activation_scale": ActivationScale,
     "update_ratio": UpdateRatio,
     "epsilon_audit": EpsilonAudit,
     "attention_entropy": AttentionEntropy,
-    "spike_guard": SpikeGuard,
 }
-"""The callbacks of every run, by their group of keys."""
+"""The callbacks of every run, by their group of keys; the guard is first, whose last numbers belong to the last update,
+while the pictures that the others draw at the end come after it."""
 
 
 def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) -> None:

@@ -362,7 +362,7 @@ def _pictures(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup
             kind, _, stack = file.rpartition("_")
             if not _rows(run, kind, stack):
                 source = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
-                image = tag("img", src=source, alt=f"{file.replace('_', ' ')} of {name}, drawn when training ended")
+                image = tag("img", src=source, alt=f"{file.replace('_', ' ')} of {name}, the last that was drawn")
                 kinds.setdefault(kind or file, []).append(tag("figure", _caption(runs, place, name, stack), image))
     if not kinds:
         return tag("section", tag("h2", "Pictures"), tag("p", "The run folders have none.", class_="dim"))
@@ -370,7 +370,7 @@ def _pictures(runs: Sequence[Run], names: Sequence[str], updates: int) -> Markup
     for kind, figures in sorted(kinds.items(), reverse=True):
         grid = tag("div", *figures, class_=_grid(runs))
         parts.append(tag("details", tag("summary", kind.replace("_", " ")), grid, open=kind == OPENED))
-    words = "Drawn when training ended, of the last record, each on its own scale."
+    words = "The last that were drawn, when training ended or some records before it was killed; each has its scale."
     return tag("section", tag("h2", "Pictures"), tag("p", words, class_="dim"), *parts)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import wandb
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
 from stabilize.callbacks import (
@@ -24,9 +28,10 @@ from stabilize.callbacks import (
     SpikeGuard,
     UpdateRatio,
 )
-from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.commands import training
 from stabilize.errors import UserError
+from stabilize.task import TranslationTask
+from tests import wandb_file
 from tests.callbacks.monitors import MONITORS, batch, stance, watched_task
 from tests.callbacks.test_layer_similarity import LiveTensors
 from tests.callbacks.tiny import TinyTask, batches, hooks, loader, records, trainer
@@ -55,45 +60,90 @@ def test_an_exception_leaves_no_hook_and_nothing_held(tmp_path: Path, exception:
     assert hooks(task) == 0
     assert stance() == "default"
     for monitor in monitors:
-        kept = [thing for thing in vars(monitor).values() if thing and not isinstance(thing, int | float | str)]
-        assert not [thing for thing in kept if isinstance(thing, Tensor | nn.Module)]
-        assert not isinstance(monitor, LayerMonitor) or not monitor.stacks
+        for name, kept in vars(monitor).items():
+            if name not in ("log", "log_dict"):  # Lightning's, of the LightningModule
+                assert not held(kept), name
 
 
-def test_live_tensors_stay_the_same(tmp_path: Path) -> None:
-    task, counter = watched_task(), LiveTensors()
-    monitors = [make(2) for make in MONITORS.values()]
-    fit(small_trainer(tmp_path, *monitors, counter, max_steps=40, logger=False), task, [batch()] * 40)
-    assert len(set(counter.counts[11::2])) == 1
-    assert len(set(counter.counts[12::2])) == 1
-    assert hooks(task) == 0
+def held(thing: Any) -> list[Any]:
+    """The tensors and modules in containers of any kind."""
+    if isinstance(thing, dict):
+        return held([*thing, *thing.values()])
+    if isinstance(thing, list | tuple | set):
+        return [found for part in thing for found in held(part)]
+    return [thing] if isinstance(thing, Tensor | nn.Module) else []
 
 
-def test_resident_memory_stays_the_same(tmp_path: Path) -> None:
-    """Over 200 updates with every callback at each of them, after 100 to warm up; the curves themselves are numbers."""
+def test_memory_stays_the_same(tmp_path: Path) -> None:
+    """Over 300 updates with every callback at each of them; the curves themselves are numbers."""
     sizes: list[int] = []
 
     class Resident(pl.Callback):
         def on_train_batch_end(self, *_: Any) -> None:
             sizes.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE"))
 
+    task, counter = watched_task(), LiveTensors(every=20)
     monitors = [make() for make in MONITORS.values()]
-    fit(small_trainer(tmp_path, *monitors, Resident(), max_steps=300), watched_task(), [batch()] * 300)
+    fit(small_trainer(tmp_path, *monitors, Resident(), counter, max_steps=300), task, [batch()] * 300)
+    assert len(counter.counts) == 15
+    assert len(set(counter.counts[1:])) == 1
     assert sizes[299] - sizes[99] < 4 * 2**20
+    assert hooks(task) == 0
 
 
+def test_callbacks_do_not_keep_models(tmp_path: Path) -> None:
+    """Of twenty runs one after the other with callbacks that are kept, no model is left."""
+    models, kept = [], []
+    for _ in range(20):
+        task, monitors = watched_task(), [make() for make in MONITORS.values()]
+        fit(small_trainer(tmp_path, *monitors, max_steps=1, logger=False), task, [batch()])
+        models.append(weakref.ref(task.model))
+        kept.append(monitors)
+        for monitor in monitors:  # Lightning's: `log` of the LightningModule
+            vars(monitor).pop("log")
+            vars(monitor).pop("log_dict")
+    del task
+    gc.collect()
+    assert not [model for model in models if model() is not None]
+
+
+class OnHost(Tensor):
+    """What has been copied to the host, and all that is made of it."""
+
+
+READS = ("cpu", "item", "tolist", "numpy", "nonzero", "__bool__", "__float__", "__int__", "__index__")
+"""What makes the host wait for a device."""
+
+
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("name", MONITORS)
-def test_one_transfer_to_the_host_and_only_when_due(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_transfer_to_the_host_and_only_when_due(
+    tmp_path: Path, name: str, mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     moved: list[str] = []
-    to_host = Tensor.cpu
 
-    def counted(self: Tensor) -> Tensor:
-        moved.append(sys._getframe(1).f_code.co_filename)
-        return to_host(self)
+    def counted(method: str) -> None:
+        read = getattr(Tensor, method)
 
-    monkeypatch.setattr(Tensor, "cpu", counted)
-    fit(small_trainer(tmp_path, MONITORS[name](2), max_steps=4, logger=False), watched_task(), [batch()] * 4)
-    assert sum("callbacks" in Path(file).parts for file in moved) == 2
+        def reads(self: Tensor, *arguments: Any) -> Any:
+            file = Path(sys._getframe(1).f_code.co_filename)
+            if isinstance(self, OnHost) or not ("callbacks" in file.parts or file.stem in ("precision", "gradients")):
+                return read(self, *arguments)
+            moved.append(f"{method} in {file.name}")
+            found = read(self, *arguments)
+            return found.as_subclass(OnHost) if isinstance(found, Tensor) else found
+
+        monkeypatch.setattr(Tensor, method, reads)
+
+    for method in READS:
+        counted(method)
+    options: dict[str, Any] = {}
+    if mixed:
+        options["plugins"] = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    trainer_ = small_trainer(tmp_path, MONITORS[name](2), max_steps=4, logger=False, **options)
+    fit(trainer_, watched_task(), [batch()] * 4)
+    assert len(moved) == 2, moved
+    assert all(read.startswith("cpu in ") for read in moved)
 
 
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
@@ -124,6 +174,74 @@ def warned(kind: type, act: Callable[[], None]) -> list[str]:
     return [str(one.message) for one in caught if str(one.message).startswith(kind.__name__)]
 
 
+def test_an_epoch_that_ends_before_its_batch_leaves_no_hook(tmp_path: Path) -> None:
+    class Stops(TranslationTask):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            super().on_train_batch_start(batch, batch_idx)
+            return -1 if batch_idx == 1 else None
+
+        def on_train_epoch_start(self) -> None:
+            assert hooks(self) == 0
+
+    task, monitors = watched_task(kind=Stops), [make() for make in MONITORS.values()]
+    fit(small_trainer(tmp_path, *monitors, max_epochs=3), task, [batch()] * 3)
+    assert task.global_step == 3
+    assert hooks(task) == 0
+    assert stance() == "default"
+
+
+class Keywords(TinyTask):
+    """Calls its norm by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4, eps=0.02)
+
+    def loss(self, given: tuple[Tensor, Tensor]) -> Tensor:
+        return self.norm(input=given[0]).cumsum(-1).square().sum()
+
+
+def test_a_norm_may_be_called_by_keyword(tmp_path: Path) -> None:
+    monitor, (given,) = EpsilonAudit(every=1, layers={"norms": "norm"}, figures=False), batches(1)
+    trainer(tmp_path, monitor, max_steps=1).fit(Keywords(), loader([given]))
+    near = (given[0].var(-1, correction=0) <= 10 * 0.02).double().mean().item()
+    assert 0 < near < 1
+    assert monitor.latest == {"epsilon_audit/norms/layer_001": pytest.approx(near)}
+
+
+def compiled_whole(task: Any) -> Any:
+    """The task with its model in one graph, in which no hook of a layer is called."""
+    task.model.forward = torch.compile(task.model.forward, backend="eager", dynamic=True)
+    return task
+
+
+def test_a_model_that_is_compiled_as_a_whole_hides_its_layers_and_that_is_said(tmp_path: Path) -> None:
+    monitors = [MONITORS[name](2) for name in ("gradient_ratio", "layer_similarity", "activation_scale")]
+    made = small_trainer(tmp_path, *monitors, max_steps=2, logger=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(made, compiled_whole(watched_task()), [batch()] * 2)
+    torch._dynamo.reset()
+    said = [str(warning.message) for warning in caught]
+    for monitor in monitors:
+        for stack in ("encoder", "decoder"):
+            start = f"{type(monitor).__name__}: no layer of {stack} ran in training_step where a hook sees it"
+            assert any(sentence.startswith(start) for sentence in said)
+        assert not [key for key in monitor.latest if key.startswith(("activation", "layer"))]
+    assert "gradient_ratio/encoder/first_to_last" in monitors[0].latest
+
+
+def test_what_looks_inside_layers_lets_a_model_that_is_compiled_as_a_whole_run_as_written(tmp_path: Path) -> None:
+    found = []
+    for task in (watched_task(), compiled_whole(watched_task())):
+        monitors = [MONITORS[name](2) for name in ("epsilon_audit", "attention_entropy")]
+        fit(small_trainer(tmp_path, *monitors, max_steps=2, logger=False), task, [batch()] * 2)
+        found.append(monitors[0].latest | monitors[1].latest)
+    torch._dynamo.reset()
+    assert "attention_entropy/encoder/layer_001" in found[0]
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 # ---------------------------------------------------------------- other people's models
 
 WIDTH = 8
@@ -131,7 +249,7 @@ STACKS = {"encoder": "model.encoder.layers.*", "decoder": "model.decoder.layers.
 
 
 class Translator(pl.LightningModule):
-    """torch's own Transformer, pre-norm, whose layers know nothing of masks or of us."""
+    """torch's own Transformer, pre-norm, whose layers know nothing of us."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,14 +299,11 @@ def test_torchs_transformer(tmp_path: Path) -> None:
     assert hooks(task) == 0
 
 
-@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but")
-def test_what_attention_of_others_hides_is_said_in_a_sentence(tmp_path: Path) -> None:
-    monitor = AttentionEntropy(every=1, layers={"encoder": STACKS["encoder"]}, figures=False)
-    given = torch.randn(2, 5, WIDTH), torch.randn(2, 4, WIDTH)
-    (said,) = warned(
-        AttentionEntropy, lambda: trainer(tmp_path, monitor, max_steps=1).fit(Translator(), loader([given]))
-    )
-    assert "the layers of encoder do not show their attention logits" in said
+def test_layers_without_attention_are_said_aloud(tmp_path: Path) -> None:
+    monitor = AttentionEntropy(every=1, figures=False)
+    said = warned(AttentionEntropy, lambda: trainer(tmp_path, monitor, max_steps=1).fit(TinyTask(), loader(batches(1))))
+    assert len(said) == 2
+    assert all("have no attention whose logits it knows" in sentence for sentence in said)
     assert not monitor.latest
 
 
@@ -225,3 +340,43 @@ def test_a_deep_run_has_as_many_keys_as_the_readme_says(tmp_path: Path) -> None:
         task = watched_task(encoder_layers=18, decoder_layers=18)
         fit(small_trainer(tmp_path, *monitors, max_steps=1, logger=False), task, [batch()])
         assert len({key for monitor in monitors for key in monitor.latest}) == int(keys)
+
+
+def documented() -> list[str]:
+    """The keys in the README's table that training logs in any run, as patterns."""
+    rows = [row.split("|")[1] for row in README.split("| key | what |")[1].split("\n\n")[0].splitlines()[2:]]
+    keys = [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
+    kinds = {r"\{stack\}": "(encoder|decoder)", r"\{role\}": "(self_attention|cross_attention|feed_forward)", "…": ".+"}
+    patterns = []
+    for key in keys:
+        if not key.startswith(("val", "test", "stability/diverged_at", "attention_entropy.", "gradient_ratio.")):
+            pattern = re.escape(key)
+            for name, expression in kinds.items():
+                pattern = pattern.replace(name, expression)
+            patterns.append(pattern)
+    return patterns
+
+
+def test_weights_and_biases_gets_every_key_of_a_deep_run_and_no_more_than_the_readme_says(tmp_path: Path) -> None:
+    """Read back from the file of an offline run, whose gradients are scaled so that skipped updates are counted too."""
+    said = re.search(r"18\+18 layers has \d+ keys of diagnostics, (\d+) with everything on", README)
+    assert said
+    task = watched_task(encoder_layers=18, decoder_layers=18)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    monitors = [make() for make in MONITORS.values()]
+    logger = training.wandb_logger(tmp_path, "offline")
+    fit(small_trainer(tmp_path, *monitors, max_steps=2, logger=logger, plugins=[plugin]), task, [batch()] * 2)
+    wandb.finish()
+    wandb.teardown()
+    found: dict[str, list[int]] = {}
+    for row in wandb_file.history(tmp_path):
+        for key in row.keys() - {"trainer/global_step"}:
+            found.setdefault(key, []).append(row["trainer/global_step"])
+    assert {key: steps for key, steps in found.items() if not key.startswith("_")} == {
+        key: [0, 1] for key in found if not key.startswith("_")
+    }, "each key once an update, at growing updates"
+    diagnostics = {key for monitor in monitors for key in monitor.latest}
+    assert diagnostics <= set(found)
+    assert len(diagnostics) == int(said[1]) + 1, "and one where gradients are scaled"
+    for pattern in documented():
+        assert any(re.fullmatch(pattern, key) for key in found), pattern

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 from lightning.pytorch.loggers import WandbLogger
@@ -84,3 +85,23 @@ def test_nothing_to_see_is_no_error(tmp_path: Path, rows: list[list[float]]):
     for draw in (figures.ratio_map, figures.similarity_map):
         draw(history(rows), "title").savefig(tmp_path / "picture.png")
     figures.similarity_matrix(rows, "title").savefig(tmp_path / "picture.png")
+
+
+def test_a_run_that_is_killed_has_pictures(tmp_path: Path) -> None:
+    """They are drawn at the 16th record, the 32nd and so on: few, and at most half as old as the run."""
+    drawn: list[int] = []
+
+    class Looks(LayerSimilarity):
+        def draw(self, trainer: pl.Trainer) -> None:
+            super().draw(trainer)
+            drawn.append(trainer.global_step + 1)
+            assert (tmp_path / "figures" / "similarity_matrix_encoder.png").is_file()
+
+    class Killed(TinyTask):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 70:
+                assert drawn == [16, 32, 64]
+
+    task = Killed(encoder_layers=2, decoder_layers=1)
+    trainer(tmp_path, Looks(every=1), max_steps=70).fit(task, loader(batches(1) * 70))
+    assert drawn == [16, 32, 64, 71]

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from stabilize.callbacks import GradientRatio
+from stabilize.callbacks import GradientRatio, SpikeGuard, UpdateRatio
 from stabilize.errors import UserError
 from tests.callbacks.tiny import WIDTH, TinyTask, batches, hooks, loader, records, trainer
 
@@ -153,6 +153,29 @@ def test_sixteen_bit_gradients_are_unscaled(tmp_path: Path, fused: bool):
     (got,) = records(tmp_path, "gradient")
     got.pop("step")
     assert got == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_an_update_that_the_scaler_never_sees_is_unscaled_too(tmp_path: Path):
+    """Its last batch returned None: Lightning neither unscales nor makes the update."""
+
+    class Skips(TinyTask):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+            return None if batch_idx == 3 else super().training_step(batch, batch_idx)
+
+    task, data = Skips(learning_rate=0.0), batches(4)
+    (expected,) = by_hand(task, data[2:3])
+    task.learning_rate = 1e-5
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    guard, update = SpikeGuard(every=1), UpdateRatio(every=1, figures=False)
+    made = trainer(tmp_path, measure(), guard, update, max_steps=2, accumulate_grad_batches=2, plugins=[plugin])
+    made.fit(task, loader(data))
+    got = records(tmp_path, "gradient")[-1]
+    assert got["step"] == 1
+    assert got["gradient_norm/total"] == pytest.approx(expected["gradient_norm/total"] / 2, rel=0.05)
+    assert guard.progress["recent"]["gradient_norm"][1] == pytest.approx(got["gradient_norm/total"], rel=1e-5)
+    assert [row["step"] for row in records(tmp_path, "update_ratio")] == [0]
 
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")

@@ -17,6 +17,7 @@ def test_rows_are_few_evenly_spaced_and_come_back(count: int):
     assert len(history.rows) >= min(count, LIMIT // 2)
     assert len({later - earlier for earlier, later in zip(history.updates, history.updates[1:], strict=False)}) <= 1
     assert history.rows == [[update / 2] for update in history.updates]
+    assert history.latest == 50 * count
     resumed = History.from_state_dict(history.state_dict())
     for later in (history, resumed):
         later.append(50 * count + 50, [0.0])

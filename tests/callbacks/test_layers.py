@@ -34,5 +34,5 @@ def test_the_stream_is_the_output_or_all_in_its_first_item():
 
 def test_states_and_mask_come_from_the_layer_if_it_tells():
     states, real = torch.randn(2, 3, 4), torch.ones(2, 3, dtype=torch.bool)
-    assert observe(Block(), (states, real), states) == (states, real)
-    assert observe(nn.Identity(), (states, real), (states, None)) == (states, None)
+    assert observe(Block(), (states, real), {}, states) == (states, real)
+    assert observe(nn.Identity(), (states, real), {}, (states, None)) == (states, None)

@@ -89,8 +89,9 @@ def test_bfloat16(tmp_path: Path, expected: dict[str, float]) -> None:
     assert_same(watch(tmp_path, watched_task(), [batch()], precision="bf16-mixed"), expected, 0.05)
 
 
-def test_scaled_float16(tmp_path: Path, expected: dict[str, float]) -> None:
-    found = parity.scaled(tmp_path)
+@pytest.mark.parametrize("path", ["16-mixed", "16-mixed fused"])
+def test_scaled_float16(tmp_path: Path, expected: dict[str, float], path: str) -> None:
+    found = parity.PATHS[path](tmp_path)
     assert found.pop("stability/skipped_updates") == 0
     assert_same(found, expected, 0.05)
 
@@ -126,9 +127,9 @@ def test_a_step_that_learns_nothing_has_no_record(tmp_path: Path, name: str) -> 
     step, send = task.training_step, monitor.send
     task.training_step = lambda batch, batch_idx: None if batch_idx == 1 else step(batch, batch_idx)
 
-    def remember(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    def remember(trainer: pl.Trainer, metrics: dict[str, float], *step: int) -> None:
         sent.append(step_of(trainer))
-        send(trainer, metrics)
+        send(trainer, metrics, *step)
 
     monitor.send = remember  # type: ignore[method-assign]
     fit(small_trainer(tmp_path, monitor, max_steps=3), task, [batch()] * 3)
@@ -136,8 +137,11 @@ def test_a_step_that_learns_nothing_has_no_record(tmp_path: Path, name: str) -> 
     assert hooks(task) == 0
 
 
-def test_two_ranks(tmp_path: Path, expected: dict[str, float]) -> None:
-    assert_same(parity.two_ranks(tmp_path), expected, 1e-4, without="layer_similarity_centered")
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback with a model that overrides")
+@pytest.mark.parametrize("path", ["None first", "deep copy", "averaged", "2 ranks", "2 shards"])
+def test_others(tmp_path: Path, expected: dict[str, float], path: str) -> None:
+    assert_same(parity.PATHS[path](tmp_path), expected, 1e-4)
 
 
 def test_a_number_that_is_missing_is_no_parity() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,7 @@ def test_what_is_not_finite_is_divergence(tmp_path: Path, broken: float, capsys:
     guard = SpikeGuard()
     got = run(tmp_path, losses, guard)
     assert [row["stability/diverged"] for row in got] == [0, 1, 1]
+    assert [row.get("stability/diverged_at") for row in got] == [None, 15, 15]
     assert guard.summary()["stability/diverged_at"] == 15
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 1
@@ -91,20 +93,53 @@ def test_what_is_not_finite_is_divergence(tmp_path: Path, broken: float, capsys:
 
 
 def test_a_loss_that_ends_above_its_beginning_is_divergence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = [5.0] + [4.0] * 50 + [5.0 + i / 100 for i in range(100)]
+    losses = [5.0] + [4.0] * 50 + [5.0 + i / 25 for i in range(100)] + [4.0] * 100
     guard = SpikeGuard(deviations=1000)
-    run(tmp_path, losses, guard)
-    assert guard.summary()["stability/diverged"] == 1
-    assert 100 < guard.summary()["stability/diverged_at"] <= 151
-    assert "above the first update's 5" in capsys.readouterr().out
+    got = run(tmp_path, losses, guard)
+    medians = [statistics.median(losses[max(0, update - 100) : update] or [0]) for update in range(252)]
+    first = next(update for update in range(110, 252, 10) if medians[update] > 6)
+    lost = {int(row["step"]) + 1: row["stability/diverged"] for row in got}
+    assert lost == {update: float(update >= 110 and medians[update] > 6) for update in lost}
+    assert {row["stability/diverged_at"] for row in got if row["stability/diverged"]} == {float(first)}
+    assert "stability/diverged_at" not in guard.summary(), "it has come back"
+    assert "above the first ones' 5" in capsys.readouterr().out
+
+
+def test_a_run_that_goes_on_from_good_weights_has_not_diverged(tmp_path: Path) -> None:
+    """Its first loss is one batch's, and its mean stays where it is."""
+    losses = curve(300)
+    losses[0] = min(losses)
+    guard = SpikeGuard()
+    assert not any(row["stability/diverged"] for row in run(tmp_path, losses, guard))
 
 
 def test_updates_since_the_last_look_are_judged_at_the_end(tmp_path: Path) -> None:
     losses = curve(55)
     losses[53] = 40.0
     guard = SpikeGuard(every=50, window=40)
-    assert [row["stability/spikes"] for row in run(tmp_path, losses, guard)] == [0]
+    got = run(tmp_path, losses, guard)
+    assert [(row["step"], row["stability/spikes"]) for row in got] == [(49, 0), (54, 1)]
     assert guard.summary()["stability/spikes"] == 1
+
+
+@pytest.mark.parametrize("exception", [RuntimeError, KeyboardInterrupt])
+def test_updates_since_the_last_look_are_judged_when_a_run_breaks(
+    tmp_path: Path, exception: type[BaseException]
+) -> None:
+    class Breaks(Scripted):
+        def training_step(self, given: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 15:
+                raise exception("stop here")
+            return super().training_step(given, batch_idx)
+
+    losses = curve(20)
+    losses[12] = math.nan
+    made = trainer(tmp_path, SpikeGuard(every=10), max_steps=20)
+    with pytest.raises(SystemExit if exception is KeyboardInterrupt else exception):
+        made.fit(Breaks(losses), loader([0] * 20))
+    got = records(tmp_path, "stability")
+    assert [(row["step"], row["stability/diverged"]) for row in got] == [(9, 0), (14, 1)]
+    assert got[-1]["stability/diverged_at"] == 13
 
 
 def test_the_loss_of_a_window_is_the_mean_of_its_parts(tmp_path: Path) -> None:

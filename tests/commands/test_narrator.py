@@ -45,6 +45,18 @@ def test_the_summary_is_kept_up_to_date_in_the_folder_and_beside(tmp_path: Path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
 
 
+def test_a_jump_is_said_by_the_spike_guard_and_again_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrator = Narrator(tmp_path)
+    narrator.log_metrics({"stability/spikes": 2.0, "stability/diverged": 0.0}, step=19)
+    assert capsys.readouterr().out == ""
+    console = Console(width=200)
+    with console.capture() as caught:
+        console.print(*words(narrator.diary))
+    assert "since update 20: the loss or the gradient norm jumped at 2 updates; model.clipping: ZClip" in caught.get()
+
+
 def test_the_table_at_the_end_has_the_words(tmp_path: Path) -> None:
     narrator = Narrator(tmp_path)
     narrator.log_metrics(VANISHING, step=49)

@@ -242,7 +242,14 @@ def test_four_strategies_at_five_depths_take_less_than_a_minute(tmp_path: Path) 
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     found = json.loads((tmp_path / "probe.json").read_text())["probes"]
     assert len(found) == 20
-    decoders = {(probe["strategy"], probe["layers"]["decoder"]): probe["stacks"]["decoder"] for probe in found}
+    decoders, encoders = (
+        {(probe["strategy"], probe["layers"][stack]): probe["stacks"][stack] for probe in found}
+        for stack in ("decoder", "encoder")
+    )
+    for depth in (6, 12, 18, 50, 100):
+        for name in ("post_ln", "pre_ln"):
+            assert encoders[name, depth]["verdict"] == "healthy"
+            assert encoders[name, depth]["derived"]["agrees"]
     for depth in (12, 18, 50, 100):
         assert decoders["post_ln", depth]["verdict"] == "vanishing"
         assert decoders["post_ln", depth]["derived"]["agrees"]

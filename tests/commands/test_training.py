@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -545,6 +546,15 @@ def test_a_log_file_stays_short(here: Path, capfd: pytest.CaptureFixture[str]) -
     assert said == [f"update {update}" for update in (50, 100, 100, 150, 200, 200)]  # twice where it was validated
     assert any(re.search(r"test/bleu +\d", line) for line in lines)
     assert lines[-1].startswith("run folder: runs/")
+
+
+def test_half_precision_on_a_cpu_is_said_to_be_another(here: Path) -> None:
+    """Lightning's warning, which is not among those that the command leaves out."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        assert main(["fit", "--config=tiny.yaml", "--trainer.precision=16-mixed"]) == 0
+    said = " ".join(str(warning.message) for warning in caught)
+    assert "fp16 is not supported on CPU. Using `precision='bf16-mixed'` instead" in said
 
 
 SIGNALS = pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

@@ -123,10 +123,11 @@ def test_capped_logits_equal_gemmas(cap: float) -> None:
 
 
 class Bart(pl.LightningModule):
-    """A small BART with eager attention, as anybody would train it."""
+    """A small BART, as anybody would train it."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: str = "eager") -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.model = BartForConditionalGeneration(
             BartConfig(
                 vocab_size=30,
@@ -137,22 +138,27 @@ class Bart(pl.LightningModule):
                 decoder_attention_heads=HEADS,
                 encoder_ffn_dim=HIDDEN,
                 decoder_ffn_dim=HIDDEN,
-                attn_implementation="eager",
+                attn_implementation=attention,
                 use_cache=False,
                 dropout=0.0,
                 attention_dropout=0.0,
             )
         )
 
+    def forward(self, tokens: Tensor, **options: Any) -> Any:
+        real = tokens != 1
+        masks = {"attention_mask": real.long(), "decoder_attention_mask": real.long()}
+        return self.model(input_ids=tokens, labels=tokens.masked_fill(~real, -100), **masks, **options)
+
     def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        return self.model(input_ids=tokens, labels=tokens).loss
+        return self(tokens).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("always:AttentionEntropy")
-def test_monitors_watch_bart(tmp_path: Path) -> None:
+def numbers(folder: Path, task: Bart, tokens: Tensor) -> dict[str, float]:
+    """What all monitors say of one update."""
     layers = {stack: f"model.model.{stack}.layers.*" for stack in ("encoder", "decoder")}
     kinds = (LayerSimilarity, ActivationScale, UpdateRatio, EpsilonAudit, AttentionEntropy)
     monitors: list[Any] = [kind(every=1, layers=layers, figures=False) for kind in kinds]
@@ -160,10 +166,34 @@ def test_monitors_watch_bart(tmp_path: Path) -> None:
         GradientRatio(every=1, activations=True, roles=True, layers=layers, figures=False),
         SpikeGuard(every=1),
     ]
-    task, tokens = Bart(), torch.randint(5, 30, (3, 6))
-    with pytest.warns(UserWarning, match="the layers of encoder do not show their attention logits"):
-        trainer(tmp_path, *monitors, max_steps=1).fit(task, loader([tokens]))
-    got = {key: value for monitor in monitors for key, value in monitor.latest.items()}
+    trainer(folder, *monitors, max_steps=1).fit(task, loader([tokens]))
+    assert hooks(task) == 0
+    return {key: value for monitor in monitors for key, value in monitor.latest.items()}
+
+
+def entropies(weights: tuple[Tensor, ...], key: str, real: Tensor, causal: bool) -> dict[str, float]:
+    """Share of the largest entropy of the weights that transformers says it used."""
+    keys = torch.arange(1, real.size(1) + 1).expand(real.shape) if causal else real.sum(1, keepdim=True)
+    found = {}
+    for number, layer in enumerate(weights, 1):
+        share = torch.special.entr(layer).sum(-1).mean(1) / keys.expand(real.shape).log()
+        found[f"{key}/layer_{number:03d}"] = share[real & (keys > 1)].mean().item()
+    return found
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_monitors_watch_bart(tmp_path: Path, attention: str) -> None:
+    tokens = torch.randint(5, 30, (3, 6))
+    tokens[1, 4:] = 1
+    real = tokens != 1
+    seen = Bart()(tokens, output_attentions=True)
+    expected = {
+        **entropies(seen.encoder_attentions, "attention_entropy/encoder", real, False),
+        **entropies(seen.decoder_attentions, "attention_entropy/decoder", real, True),
+        **entropies(seen.cross_attentions, "cross_attention_entropy/decoder", real, False),
+    }
+    got = numbers(tmp_path / "plain", Bart(attention), tokens)
+    assert {key: value for key, value in got.items() if "entropy" in key} == pytest.approx(expected, rel=1e-4)
     for stack, depth in (("encoder", 2), ("decoder", 3)):
         for kind in ("activation_rms", "update_ratio", "epsilon_audit", "gradient_norm_self_attention"):
             assert {f"{kind}/{stack}/layer_{number:03d}" for number in range(1, depth + 1)} <= set(got)
@@ -172,5 +202,5 @@ def test_monitors_watch_bart(tmp_path: Path) -> None:
         assert got[f"activation_rms/{stack}/layer_001"] == pytest.approx(1.0, rel=1e-3), "BART is post-norm"
         assert f"layer_similarity/{stack}/mean" in got
     assert "gradient_norm_cross_attention/decoder/layer_001" in got
-    assert not [key for key in got if "entropy" in key]
-    assert hooks(task) == 0
+    padded = numbers(tmp_path / "padded", Bart(attention), nn.functional.pad(tokens, (0, 5), value=1))
+    assert padded == pytest.approx(got, rel=1e-3, abs=1e-5)
