@@ -17,7 +17,7 @@ def shows_logits(part: Any) -> bool:
 
     Those of modules that say them (`observe_logits(inputs)`), of torch's, and of those of Hugging Face that are built
     like BART's: logits are products of `q_proj` and `k_proj`, and nothing (a norm, a rotation, a bias by distance)
-    comes between.
+    comes between, and each head has keys of its own.
     """
     if hasattr(part, "observe_logits"):
         return True
@@ -28,7 +28,8 @@ def shows_logits(part: Any) -> bool:
         return False
     takes = inspect.signature(part.forward).parameters
     plain = "hidden_states" in takes and not any("position" in name for name in takes)
-    return plain and isinstance(getattr(part, "num_heads", None), int)
+    shared = part.q_proj.weight.shape != part.k_proj.weight.shape  # keys of several heads
+    return plain and not shared and isinstance(getattr(part, "num_heads", None), int)
 
 
 def logits_of(
