@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -84,8 +85,8 @@ def _image(values: np.ndarray, title: str, label: str, colours: str, scale: Norm
 
 
 def _by_update(figure: Figure, history: History) -> Figure:
-    columns = len(history.updates)
-    shown = np.linspace(0, columns - 1, min(columns, 8)).round().astype(int)
+    every = math.ceil(len(history.updates) / 8)
+    shown = range(every - 1, len(history.updates), every)
     figure.axes[0].set_xticks(shown, [str(history.updates[column]) for column in shown])
     figure.axes[0].set_xlabel("update")
     return figure

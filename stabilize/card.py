@@ -131,11 +131,15 @@ def _answer(axis: str, part: Strategy, constants: str = "") -> Answer:
 
 def arguments(spec: dict[str, Any]) -> str:
     """The arguments of a strategy; one that is a strategy itself with its own in brackets."""
-    shown = {
-        name: f"{value['class_path'].rpartition('.')[2]}({arguments(value)})" if isinstance(value, dict) else value
-        for name, value in (spec.get("init_args") or {}).items()
-    }
-    return ", ".join(f"{name}: {value}" for name, value in shown.items())
+    return ", ".join(f"{name}: {_shown(value)}" for name, value in (spec.get("init_args") or {}).items())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict) and "class_path" in value:
+        return f"{value['class_path'].rpartition('.')[2]}({arguments(value)})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_shown(item)}' for key, item in value.items())}}}"
+    return f"[{', '.join(map(_shown, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def warnings(sizes: Sizes, stabilizer: Stabilizer, decoder_stabilizer: Stabilizer | None, precision: str) -> list[str]:

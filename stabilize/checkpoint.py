@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from stabilize.errors import UserError
 
+DECODER = "decoder_stabilizer"
+
 ADVICE = "give the one it was made with"
 
 
@@ -119,6 +121,8 @@ def check_model(saved: dict[str, Any], here: dict[str, Any]) -> None:
     Raises:
         UserError: another stabiliser or shape, each difference by name.
     """
+    if saved[DECODER] != here[DECODER]:  # none is the encoder's
+        saved, here = ({**spec, DECODER: spec[DECODER] or spec["stabilizer"]} for spec in (saved, here))
     unlike = _differences("model", _flat(saved), _flat(here))
     if unlike:
         raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; {ADVICE}")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -149,9 +150,23 @@ class TranslationTask(LightningModule):
         except (TypeError, ValueError) as error:  # torch's own words name the argument
             raise UserError(f"model.optimizer cannot be made: {error}") from error
 
+    def _check_epsilon(self, optimizer: Optimizer) -> None:
+        """Warn of an epsilon of the optimiser that is zero in the precision of its weights."""
+        for group in optimizer.param_groups:
+            epsilon, dtype = group.get("eps"), group["params"][0].dtype
+            if epsilon and not torch.tensor(epsilon, dtype=dtype):
+                near = torch.finfo(dtype).tiny
+                warnings.warn(
+                    f"model.optimizer.eps is {epsilon:g}, which is 0 in {dtype}: weights whose gradient is zero become "
+                    f"NaN; {near:.0e} or more, or trainer.precision 16-mixed, would do",
+                    stacklevel=2,
+                )
+                return
+
     def configure_optimizers(self) -> Any:
         groups, factors = self._parameter_groups()
         optimizer = self.make_optimizer(groups)
+        self._check_epsilon(optimizer)
         for before in self._optimizers_before:
             check_optimizer(before, settings(optimizer))
         if self.trainer.gradient_clip_val is not None and not isinstance(self.clipping, NoClipping):
@@ -437,10 +452,24 @@ class TranslationTask(LightningModule):
         self._since_log = checkpoint["since_log"]
         if checkpoint["clipping"]["class"] == type(self.clipping).__name__:
             self.clipping.restore(checkpoint["clipping"]["state"])
+        self._tell_changes(checkpoint)
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
         # A validation on its own has the step of the one within fit, which comes before its update is counted.
         ahead = 1 if self.trainer.state.fn == TrainerFn.VALIDATING else 0
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, checkpoint["global_step"] - ahead)
+
+    def _tell_changes(self, checkpoint: dict[str, Any]) -> None:
+        """Warn of what is not the model's and may change, where training goes on."""
+        if self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        for key, before, here in (
+            ("model.clipping", checkpoint["clipping"]["class"], type(self.clipping).__name__),
+            ("trainer.precision", checkpoint["precision"], self.precision),
+        ):
+            if before != here:
+                warnings.warn(
+                    f"{key} is {before} in the checkpoint and {here} here, with which it goes on", stacklevel=2
+                )
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from stabilize import checkpoint
-from stabilize.checkpoint import DurableFiles
+from stabilize.checkpoint import DurableFiles, check_model
 from stabilize.errors import UserError
+from stabilize.strategies import PostNorm, PreNorm, Stabilizer
 
 SAVED: dict[str, Any] = {
     "task": {},
@@ -73,3 +74,14 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="is damaged; the one before it is taken") as said:
         assert checkpoint.newest(tmp_path) == places[1]
     assert len(said) == 2
+
+
+def test_a_decoder_stabilizer_like_the_encoders_is_no_other_model() -> None:
+    alone = {"stabilizer": Stabilizer(PostNorm()).spec(), "decoder_stabilizer": None, "width": 8}
+    named = alone | {"decoder_stabilizer": Stabilizer(PostNorm()).spec()}
+    check_model(alone, named)
+    check_model(named, alone)
+    with pytest.raises(UserError) as raised:
+        check_model(alone, alone | {"decoder_stabilizer": Stabilizer(PreNorm()).spec()})
+    assert "model.decoder_stabilizer.placement is PostNorm in the checkpoint and PreNorm here; " in str(raised.value)
+    assert "None" not in str(raised.value)

@@ -17,8 +17,8 @@ from stabilize.strategies.menu import entry, menu
 
 USAGE = """usage: stabilize strategies [AXIS] [NAME]
 
-List the strategies of each axis: one sentence, equation, paper. With an axis, only its own; with an axis and a name,
-the whole docstring and the options with their defaults. Last come the published bundles in configs/strategies, each of
+List the strategies of each axis: one sentence, equation, paper. With an axis, only its own; with a name, the whole
+docstring and the options with their defaults. Last come the published bundles in configs/strategies, each of
 them a config to add with -c.
 
 axes: {axes}"""
@@ -44,6 +44,8 @@ def show(words: list[str]) -> int:
     plugins.load("stabilize.strategies")
     if len(words) > 2:
         raise UserError(f"strategies takes an axis and a name, not {' '.join(words)}")
+    if len(words) == 1 and words[0] not in MENU:
+        words = [*_axes_of(words[0])[:1], *words]
     axes = [known(words[0], MENU, "axis")] if words else list(MENU)
     if len(words) == 2:
         classes = {strategy.__name__: strategy for strategy in menu(MENU[words[0]])}
@@ -54,6 +56,17 @@ def show(words: list[str]) -> int:
     if not words:
         _print_bundles()
     return 0
+
+
+def _axes_of(name: str) -> list[str]:
+    """The axes that have a strategy called `name`.
+
+    Raises:
+        UserError: it is a bundle.
+    """
+    if name in bundles():
+        raise UserError(f"{name} is a bundle; stabilize explain -c {bundles()[name]} shows what it is")
+    return [axis for axis, base in MENU.items() if name in {strategy.__name__ for strategy in menu(base)}]
 
 
 def bundles() -> dict[str, Path]:

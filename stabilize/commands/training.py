@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import secrets
+import shutil
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import nn
+from torch.multiprocessing import ProcessRaisedException
 
 from stabilize import checkpoint, kernels, plugins
 from stabilize.callbacks import (
@@ -51,7 +53,7 @@ from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_na
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
-from stabilize.errors import UserError
+from stabilize.errors import UserError, at_least
 from stabilize.task import TranslationTask
 
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
@@ -79,6 +81,9 @@ NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
+
+BEGUN = {"config.yaml", "tokenizer.model", "wandb"}
+"""What a run has in its folder before it does anything."""
 
 NEWEST = ("last", "auto")
 """In place of a path, the newest good checkpoint of all runs; where there is none, `auto` starts from nothing."""
@@ -235,6 +240,7 @@ class Command(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> lightning.Trainer:
+        at_least("trainer", accumulate_grad_batches=(self._get(self.config, "trainer")["accumulate_grad_batches"], 1))
         self._check_checkpoint()
         if self.subcommand in LOOKING:
             self.save_config_callback = None
@@ -371,6 +377,19 @@ def run_folder(root: Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def no_folder_of_a_refusal() -> Iterator[None]:
+    """Remove the folder of a run that was refused before it did anything."""
+    before = os.environ.get(RUN_FOLDER)
+    try:
+        yield
+    except UserError:
+        made = os.environ.get(RUN_FOLDER)
+        if made and made != before and {path.name for path in Path(made).glob("*")} <= BEGUN:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
 def folder_name() -> str:
     """A name by the time, which no other folder has."""
     return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
@@ -429,10 +448,25 @@ def run(arguments: list[str], command: type[Command] = Command) -> int:
         warnings.filterwarnings("ignore", message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    with no_folder_of_a_refusal():
+        return carry_out(command, arguments)
+
+
+def carry_out(command: type[Command], arguments: list[str]) -> int:
+    """Run a command to its end, however it ends.
+
+    Raises:
+        UserError: what a library or another process of the run refused.
+    """
     try:
         command(arguments)
     except SIGTERMException:
         return 128 + signal.SIGTERM
+    except ProcessRaisedException as error:  # of ddp_spawn, whose processes hand on their traceback as text
+        told = str(error).strip().rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
+        if not told[1]:
+            raise
+        raise UserError(told[2]) from None
     except MisconfigurationException as error:
         raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
     except SystemExit as end:

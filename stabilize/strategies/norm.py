@@ -327,8 +327,8 @@ class MaskedBatchNorm(BatchStatistics):
         y = g (x - mean) / sqrt(var + epsilon) + b, mean and var of a channel over the batch, in evaluation running
 
     Also: running <- running + momentum (batch - running) once an update, by the last batch of those accumulated, with
-    the unbiased variance; a batch of one token moves nothing. Each rank has statistics of its own, as without
-    synchronisation. In training, statistics in the decoder know of the tokens to come.
+    the unbiased variance; a batch of one token moves nothing. Each rank norms by its own batch, and torch's DDP hands
+    all of them the first one's running statistics. In training, statistics in the decoder know of the tokens to come.
     Paper: Ioffe and Szegedy 2015, arXiv:1502.03167; on real tokens alone as in Shen et al. 2020, arXiv:2003.07845
 
     Args:
@@ -385,7 +385,7 @@ class PowerNorm(BatchStatistics):
     training the statistics would know of the tokens to come. The released code was read, the paper's algorithm was not:
     that the backward pass divides by the root that the forward pass took is from another public implementation of it.
     The released one divides by the batch's root after warm-up as well, and takes its means over padding too; during
-    warm-up its psi follows the mean of all batches so far. Each rank has statistics of its own.
+    warm-up its psi follows the mean of all batches so far. torch's DDP hands every rank the first one's psi and nu.
     Paper: Shen et al. 2020, arXiv:2003.07845
 
     Args:
@@ -419,7 +419,8 @@ class PowerNorm(BatchStatistics):
         self.register_buffer("quadratic_mean", zeros + 1)
         self.register_buffer("next_quadratic_mean", zeros + 1, persistent=False)
         self.register_buffer("nu", zeros)
-        self.register_buffer("warm", torch.tensor(self.warmup == 0))
+        # A number, because averages of weights are of buffers too.
+        self.register_buffer("warm", torch.tensor(float(self.warmup == 0), dtype=torch.float32))
         self.register_buffer("gathered", torch.stack([zeros] * 3).requires_grad_(), persistent=False)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
@@ -431,7 +432,7 @@ class PowerNorm(BatchStatistics):
             batch = self.mean(scaled.detach().square(), count)
             share = (1 - self.forward_decay) * (count > 0)
             self.next_quadratic_mean.copy_(self.quadratic_mean + share * (batch - self.quadratic_mean))
-            used = torch.where(self.warm, self.quadratic_mean, batch)
+            used = torch.where(self.warm > 0, self.quadratic_mean, batch)
             rest = torch.rsqrt(used + self.epsilon), self.nu, self.gathered, count
             z = PowerScaling.apply(scaled, *rest)  # type: ignore[no-untyped-call]
         else:

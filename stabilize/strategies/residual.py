@@ -583,6 +583,12 @@ class StochasticDepth(Residual):
         return self.around.constants(site)
 
     def refusals(self, stabilizer: Stabilizer) -> list[str]:
+        if stabilizer.placement.widens_stream:
+            placement = type(stabilizer.placement).__name__
+            return [
+                f"{self.label} cannot be combined with {placement}: that sums the branches up itself, skipped or not; "
+                "model.stabilizer.placement: PreNorm would do"
+            ]
         return self.around.refusals(stabilizer)
 
     def warnings(self, stabilizer: Stabilizer, site: Site, precision: str) -> list[str]:

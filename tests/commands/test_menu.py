@@ -130,3 +130,12 @@ def test_the_help_of_a_verb_has_every_axis(capsys: pytest.CaptureFixture[str]) -
     for axis, base in AXES.items():
         assert f"--model.stabilizer.{axis} " in text
         assert all(strategy.__name__ in text for strategy in menu(base))
+
+
+def test_a_name_alone_is_found_on_its_axis(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["strategies", "HyperConnections"]) == 0
+    alone = capsys.readouterr().out
+    assert main(["strategies", "residual", "HyperConnections"]) == 0
+    assert capsys.readouterr().out == alone
+    assert main(["strategies", "deepnorm"]) == 2
+    assert "configs/strategies/deepnorm.yaml" in capsys.readouterr().err

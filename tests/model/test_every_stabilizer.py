@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from stabilize.model import Cache, EncoderDecoder, Layer, Sizes
 from stabilize.strategies import AXES, Part, Stabilizer
@@ -211,3 +212,14 @@ def test_templates_stay_untouched(name: str) -> None:
     assert not any(list(part.parameters()) for part in templates if isinstance(part, nn.Module))
     first, second = model_of(name), model_of(name)
     assert not {id(p) for p in first.parameters()} & {id(p) for p in second.parameters()}
+
+
+@every_stabilizer
+def test_weights_and_buffers_can_be_averaged(name: str) -> None:
+    """As Lightning's WeightAveraging does: a running mean of everything, whatever its type."""
+    model = model_of(name)
+    average = AveragedModel(model, use_buffers=True)
+    average.update_parameters(model)
+    disturb(model)
+    average.update_parameters(model)
+    assert average.module(SOURCE, TARGET).isfinite().all()

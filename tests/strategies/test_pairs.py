@@ -28,6 +28,7 @@ from stabilize.strategies import (
     ResiDual,
     SigmaReparam,
     Stabilizer,
+    StochasticDepth,
     Strategy,
 )
 from stabilize.strategies.menu import menu
@@ -75,6 +76,8 @@ CANNOT_BE = {
     *((HyperConnections, placement) for placement in (PostNorm, B2T, ResiDual, HybridNorm, MixNorm)),
     # One keeps the stream's history, the other a second stream.
     (DLCL, ResiDual),
+    # The second stream would sum up branches that are skipped.
+    (StochasticDepth, ResiDual),
     # Statistics over real tokens, where nobody says which those are.
     *((part, norm) for part in (DLCL, QKNorm) for norm in (MaskedBatchNorm, PowerNorm)),
     # W / sigma(W) of a W that is zero.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from stabilize.card import arguments
 from stabilize.errors import UserError
 from stabilize.model import Sizes
 from stabilize.strategies import (
@@ -174,6 +175,11 @@ def test_a_spec_goes_into_lists_and_dicts() -> None:
     assert (type(first), first.sum_scale) == (ScaledSum, 0.5)
     assert type(others["last"][0]) is DeepNormResidual
     assert others["last"][1:] == (torch.float16, None, "text")
+
+
+def test_a_card_shows_lists_and_dicts() -> None:
+    given = Chain([ScaledSum(0.5), {"last": (DeepNormResidual(), 3)}])
+    assert arguments(given.spec()) == "parts: [ScaledSum(sum_scale: 0.5), {last: [DeepNormResidual(), 3]}]"
 
 
 @pytest.mark.parametrize("value", [Path("weights"), Colour.RED, object(), [np.float64(1.0)]])
