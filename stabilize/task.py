@@ -454,9 +454,7 @@ class TranslationTask(LightningModule):
             self.clipping.restore(checkpoint["clipping"]["state"])
         self._tell_changes(checkpoint)
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
-        # A validation on its own has the step of the one within fit, which comes before its update is counted.
-        ahead = 1 if self.trainer.state.fn == TrainerFn.VALIDATING else 0
-        self.trainer.fit_loop.epoch_loop._batches_that_stepped = max(0, checkpoint["global_step"] - ahead)
+        self.trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
 
     def _tell_changes(self, checkpoint: dict[str, Any]) -> None:
         """Warn of what is not the model's and may change, where training goes on."""

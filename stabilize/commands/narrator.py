@@ -23,10 +23,16 @@ class Narrator(Logger):
     A logger, because no callback sees all numbers. A finding is printed once, when it is new; the summary of the run
     (worst ratio, best score, verdict) goes to `summary.json` and to Weights & Biases whenever it changes, so that a run
     that is killed has one too.
+
+    Args:
+        folder: of the run.
+        fits: whether the run trains: its loggers know an update by the number of those before it, and an evaluation of
+            a checkpoint by the number of all.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fits: bool = True) -> None:
         super().__init__()
+        self._fits = fits
         self.diary = Diary()
         self._folder = folder
         self._others: list[WandbLogger] = []
@@ -56,7 +62,7 @@ class Narrator(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        update = (step or 0) + 1  # loggers know an update by the number of those before it
+        update = (step or 0) + self._fits
         for finding in self.diary.add(update, metrics):
             by_guard = finding.rule == "jumped" or (
                 finding.rule == "diverged" and "stability/diverged" in self.diary.told

@@ -257,7 +257,7 @@ class Command(LightningCLI):
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = checkpoint.DurableFiles()
         if trainer.loggers:
-            trainer.loggers = [*trainer.loggers, Narrator(folder)]
+            trainer.loggers = [*trainer.loggers, Narrator(folder, self.subcommand == "fit")]
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:

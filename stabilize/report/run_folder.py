@@ -191,12 +191,15 @@ def _records(path: Path, missing: list[str]) -> list[tuple[int, dict[str, float]
                 step = numbers.pop("step", math.nan)
                 numbers.pop("epoch", None)
                 if numbers and math.isfinite(step):
-                    # Loggers know an update by the number of those before it, and a test by the number of all.
-                    tested = all(key.startswith("test/") for key in numbers)
-                    records.append((int(step) + (not tested), numbers))
+                    records.append((int(step), numbers))
     except OSError:
         missing.append("No metrics.csv: nothing was logged, or another logger was set.")
         return []
+    # Loggers know an update by the number of those before it, and an evaluation of a checkpoint by the number of all.
+    fits = any(not key.startswith(("val/", "test/")) for _, numbers in records for key in numbers)
+    records = [
+        (step + (fits and not all(key.startswith("test/") for key in numbers)), numbers) for step, numbers in records
+    ]
     if not records:
         missing.append("metrics.csv holds no numbers: the run ended before its first log.")
     elif not any(key.startswith("gradient_ratio/") for _, numbers in records for key in numbers):

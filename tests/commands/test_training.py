@@ -187,15 +187,22 @@ def test_a_bad_checkpoint_is_one_sentence(
     assert not (here / "intruded").exists()
 
 
-def test_a_validation_alone_belongs_to_the_update_of_the_one_in_fit(here: Path) -> None:
-    assert main(["fit", "--config=tiny.yaml", "--trainer.val_check_interval=2"]) == 0
+def test_a_validation_alone_belongs_to_the_update_of_its_checkpoint(here: Path) -> None:
+    """FIELD_REPORTS 3.3, and the update that is told is the one that fit tells."""
+    keep = ["--checkpoint.save_top_k=-1", "--checkpoint.monitor=null", "--checkpoint.every_n_train_steps=1"]
+    words = ["--config=tiny.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=1", *keep]
+    assert main(["fit", *words]) == 0
     (fitted,) = runs(here)
-    words = [f"--config={fitted}/config.yaml", f"--ckpt_path={fitted}/checkpoints/last.ckpt"]
-    assert main(["validate", *words, "--trainer.default_root_dir=alone"]) == 0
-    (alone,) = (here / "alone").iterdir()
-    for run in (fitted, alone):
-        assert [row["step"] for row in rows(run) if "val/nll" in row] == [1]
-        assert json.loads((run / "summary.json").read_text())["best/val_nll_update"] == 2
+    within = {int(row["step"]) + 1: row["val/nll"] for row in rows(fitted) if "val/nll" in row}
+    assert set(within) == {1, 2, 3}
+    for update, nll in within.items():
+        path = fitted / "checkpoints" / f"update_{update}.ckpt"
+        words = [f"--config={fitted}/config.yaml", f"--ckpt_path={path}", f"--trainer.default_root_dir={update}"]
+        assert main(["validate", *words]) == 0
+        (alone,) = (here / str(update)).iterdir()
+        (row,) = (row for row in rows(alone) if "val/nll" in row)
+        assert (row["step"], row["val/nll"]) == (update, pytest.approx(nll))
+        assert json.loads((alone / "summary.json").read_text())["best/val_nll_update"] == update
 
 
 def test_weights_are_asked_for(trained: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
