@@ -36,17 +36,17 @@ def gradient_norms(modules: Sequence[nn.Module]) -> Tensor:
     once. Parameters whose gradient is None are left out; a module without any gradient is NaN.
     """
     groups = [[p for p in module.parameters() if p.grad is not None] for module in modules]
-    return _norms(groups, {p: p.grad for group in groups for p in group if p.grad is not None})
+    gradients = {p: p.grad for group in groups for p in group if p.grad is not None}
+    if not gradients:
+        return _together(groups, {})
+    return _together(groups, dict(zip(gradients, _norm_of_each(list(gradients.values())).unbind(), strict=True)))
 
 
-def _norms(groups: Sequence[Sequence[nn.Parameter]], tensors: Mapping[nn.Parameter, Tensor]) -> Tensor:
-    """L2 norm of all the tensors that belong to each group's parameters, as `[groups]`; NaN of a group of none."""
-    if not tensors:
-        return torch.full((len(groups),), math.nan)
-    norms = _norm_of_each(list(tensors.values()))
-    missing = norms.new_full((), math.nan)
-    own = dict(zip(tensors, norms.unbind(), strict=True))  # to index with a list would wait for the device each time
-    rows = [[own[parameter] for parameter in group] for group in groups]
+def _together(groups: Sequence[Sequence[nn.Parameter]], norms: Mapping[nn.Parameter, Tensor]) -> Tensor:
+    """L2 norm of each group from those of its parameters, as `[groups]`; NaN of a group of none."""
+    missing = next((norm.new_full((), math.nan) for norm in norms.values()), torch.tensor(math.nan))
+    # To index a tensor with a list would wait for the device each time.
+    rows = [[norms[parameter] for parameter in group] for group in groups]
     return torch.stack([torch.linalg.vector_norm(torch.stack(row)) if row else missing for row in rows])
 
 
@@ -93,20 +93,20 @@ def update_ratios(modules: Sequence[nn.Module], before: Mapping[nn.Parameter, Te
 
     Args:
         modules: as they are now, after the update.
-        before: a copy of each parameter before it.
+        before: a copy of each parameter before it, which is used up.
     """
-    ratios = []
-    device = next((old.device for old in before.values()), torch.device("cpu"))
-    missing = torch.full((1,), math.nan, device=device, dtype=wide_dtype(device))
-    for module in modules:  # one at a time, whose weights stay in the processor's cache
-        learns = [p for p in module.parameters() if p.requires_grad]
-        if not learns:
-            ratios.append(missing)
-            continue
-        step = _norms([learns], {p: p.detach() - before[p] for p in learns})
-        size = _norms([learns], {p: before[p] for p in learns})
-        ratios.append(torch.where(size > 0, step / size, math.nan))
-    return torch.cat(ratios)
+    groups = [[p for p in module.parameters() if p.requires_grad] for module in modules]
+    size: dict[nn.Parameter, Tensor] = {}
+    step: dict[nn.Parameter, Tensor] = {}
+    for group in groups:  # one at a time, whose weights stay in the processor's cache
+        new = [p for p in group if p not in size]
+        if new:
+            olds = [before[p] for p in new]
+            size.update(zip(new, _norm_of_each(olds).unbind(), strict=True))
+            torch._foreach_sub_(olds, [p.detach() for p in new])
+            step.update(zip(new, _norm_of_each(olds).unbind(), strict=True))
+    sizes, steps = _together(groups, size), _together(groups, step)
+    return torch.where(sizes > 0, steps / sizes, math.nan)
 
 
 def adam_health(optimizer: Optimizer) -> Tensor:
@@ -231,34 +231,40 @@ def similarity_sums(
         raise ValueError(f"layers of different shape cannot be compared: {[tuple(state.shape) for state in states]}")
     flat = [state.detach().flatten(0, -2) for state in states]
     mask = flat[0].new_ones(len(flat[0]), dtype=torch.bool) if real is None else real.flatten()
-    total = torch.zeros(len(flat), 1, flat[0].size(-1), device=mask.device, dtype=wide_dtype(mask.device))
-    plain, centered = torch.zeros(2, 2, len(flat), len(flat), device=mask.device, dtype=total.dtype)
-    for vectors, counts in _parts(flat, mask):
-        total += vectors.sum(dim=1, keepdim=True)
-        plain += _cosines(vectors, counts, total.new_zeros(len(flat)))
-    total = torch.cat([total.flatten(), mask.sum().to(total)[None]])
+    total = torch.zeros(len(flat), 2, flat[0].size(-1), device=mask.device, dtype=wide_dtype(mask.device))
+    for vectors, real in _parts(flat, mask):
+        total.index_add_(1, real.long(), vectors)  # padding apart: three times as fast as to write zeros there
+    total = torch.cat([total[:, 1].flatten(), mask.sum().to(total)[None]])
     total = total if over_ranks is None else over_ranks(total)
-    mean = (total[:-1] / total[-1].clamp(min=1)).view(len(flat), 1, -1)
-    rounding = 1e-6 * torch.linalg.vector_norm(mean, dim=-1).flatten()
-    for vectors, counts in _parts(flat, mask):
-        centered += _cosines(vectors.sub_(mean), counts, rounding)
+    mean = (total[:-1] / total[-1].clamp(min=1)).view(len(flat), -1)
+    between_means = mean @ mean.T
+    rounding = 64 * torch.finfo(mean.dtype).eps ** 0.5 * between_means.diagonal().sqrt()  # of wide inner products
+    plain, centered = torch.zeros(2, 2, len(flat), len(flat), device=mask.device, dtype=total.dtype)
+    for vectors, real in _parts(flat, mask):
+        products = torch.einsum("lpw,mpw->plm", vectors, vectors)
+        plain += _cosines(products, real, torch.zeros_like(rounding))
+        with_mean = (vectors @ mean.T).transpose(0, 1)  # (x - a)(y - b) = xy - xb - ay + ab
+        centered += _cosines(products - with_mean - with_mean.mT + between_means, real, rounding)
     return torch.stack([plain, centered])
 
 
-def _cosines(vectors: Tensor, real: Tensor, least: Tensor) -> Tensor:
-    """Sums and counts, `[2, layers, layers]`, of `[layers, positions, width]`; shorter than `least`, no direction."""
-    products = torch.einsum("lpw,mpw->plm", vectors, vectors)
-    norms = products.diagonal(dim1=1, dim2=2).sqrt()
-    counts = (real.unsqueeze(-1) & (norms > least)).to(vectors.dtype)
+def _cosines(products: Tensor, real: Tensor, least: Tensor) -> Tensor:
+    """Sums and counts, `[2, layers, layers]`, from inner products of the layers, `[positions, layers, layers]`.
+
+    A vector no longer than `least`, `[layers]`, has no direction.
+    """
+    norms = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
+    counts = (real.unsqueeze(-1) & (norms > least)).to(products.dtype)
     inverse = torch.where(counts > 0, norms.reciprocal(), 0.0)
-    return torch.stack([(products * inverse.unsqueeze(2) * inverse.unsqueeze(1)).sum(0), counts.T @ counts])
+    cosines = torch.where(real[:, None, None], products, 0.0) * inverse.unsqueeze(2) * inverse.unsqueeze(1)
+    return torch.stack([cosines.sum(0), counts.T @ counts])
 
 
 def _parts(flat: Sequence[Tensor], mask: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the layers' `[positions, width]` piece by piece as `[layers, piece, width]`, zero at padding.
+    """Yield the layers' `[positions, width]` piece by piece as `[layers, piece, width]`, with the piece of the mask.
 
-    All pieces use one memory, which may be written to. It is wide: no square is lost, nor is a product, since a float32
-    one may run in TF32 (three digits) when the user asked for speed.
+    All pieces use one memory. It is wide: no square is lost, nor is a product, since a float32 one may run in TF32
+    (three digits) when the user asked for speed.
     """
     size = max(1, min(len(mask), NUMBERS_AT_ONCE // (len(flat) * max(len(flat), flat[0].size(-1)))))  # also `_cosines`
     memory = torch.empty(len(flat), size, flat[0].size(-1), device=mask.device, dtype=wide_dtype(mask.device))
@@ -267,7 +273,7 @@ def _parts(flat: Sequence[Tensor], mask: Tensor) -> Iterator[tuple[Tensor, Tenso
         piece = memory[:, : len(real)]
         for layer, state in zip(piece, flat, strict=True):
             layer.copy_(state[start : start + size])
-        yield piece.masked_fill_(~real.unsqueeze(-1), 0.0), real
+        yield piece, real
 
 
 def similarity_matrix(sums: Tensor) -> Tensor:
