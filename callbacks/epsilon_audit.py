@@ -51,7 +51,7 @@ class EpsilonAudit(PlaceMonitor):
 
     def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
         x, *others = (*inputs, *keywords.values())
-        guarded, epsilon = _guarded(place, x)
+        guarded, epsilon = _guarded(place, x, output)
         if guarded is None:
             return torch.zeros(self.numbers, device=x.device, dtype=stats.wide_dtype(x.device))
         real = others[0] if others else self.real
@@ -79,13 +79,16 @@ class EpsilonAudit(PlaceMonitor):
 TORCH_NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
-def _guarded(norm: Any, x: Tensor) -> tuple[Tensor | None, float]:
+def _guarded(norm: Any, x: Tensor, output: Tensor) -> tuple[Tensor | None, float]:
     """Return the number, one a position, that a norm's epsilon keeps away from zero, and the epsilon."""
     if not isinstance(norm, TORCH_NORMS):
-        return norm.guarded(x), norm.epsilon
+        return norm.guarded(x, output), norm.epsilon
     last = tuple(range(-len(norm.normalized_shape), 0))
+    epsilon = torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
+    kept = stats.layer_norm_variance(output, epsilon)
+    if kept is not None:
+        return kept.squeeze(last), epsilon
     x = x.float()
     if isinstance(norm, nn.LayerNorm):
         x = x - x.mean(last, keepdim=True)
-    square = torch.linalg.vector_norm(x, dim=last).square() / math.prod(norm.normalized_shape)
-    return square, torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    return torch.linalg.vector_norm(x, dim=last).square() / math.prod(norm.normalized_shape), epsilon

@@ -218,6 +218,17 @@ def test_layers_of_different_shape_are_refused():
         stats.similarity_sums([torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_variance_that_a_layer_norm_keeps_is_that_of_its_input(dtype: torch.dtype):
+    x = (torch.randn(2, 3, 64, dtype=torch.float64) * 10 ** torch.linspace(-4, 3, 6).view(2, 3, 1)).requires_grad_()
+    norm = nn.LayerNorm(64, eps=1e-5)
+    kept = stats.layer_norm_variance(norm(x.float()).to(dtype), 1e-5)
+    torch.testing.assert_close(kept.squeeze(-1).double(), x.var(-1, correction=0), rtol=1e-4, atol=1e-10)
+    assert stats.layer_norm_variance(norm(x.float()) * 2, 1e-5) is None
+    with torch.no_grad():
+        assert stats.layer_norm_variance(norm(x.float()), 1e-5) is None
+
+
 # ---------------------------------------------------------------- updates
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stabilize.errors import UserError
+from stabilize.stats import layer_norm_variance
 from stabilize.strategies.site import Site
 from stabilize.strategies.strategy import Part, Strategy
 
@@ -52,8 +53,11 @@ class Norm(Part):
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """`x` normalised over its last dimension, in its own dtype."""
 
-    def guarded(self, x: Tensor) -> Tensor | None:
-        """The number that epsilon keeps away from zero, one a position, or none; diagnostics compare the two."""
+    def guarded(self, x: Tensor, output: Tensor) -> Tensor | None:
+        """The number that epsilon keeps away from zero, one a position, or none; diagnostics compare the two.
+
+        `output` is what `forward` has made of `x`.
+        """
         return None
 
 
@@ -91,8 +95,9 @@ class LayerNorm(Norm):
         x32, epsilon = self.with_epsilon(x)
         return F.layer_norm(x32, (self.width,), self.gain.float(), self.bias.float(), epsilon).to(x.dtype)
 
-    def guarded(self, x: Tensor) -> Tensor:
-        return _variance(x)
+    def guarded(self, x: Tensor, output: Tensor) -> Tensor:
+        kept = layer_norm_variance(output, self.epsilon)
+        return _variance(x) if kept is None else kept.squeeze(-1)
 
 
 class RMSNorm(Norm):
@@ -111,7 +116,7 @@ class RMSNorm(Norm):
         x32, epsilon = self.with_epsilon(x)
         return F.rms_norm(x32, (self.width,), self.gain.float(), epsilon).to(x.dtype)
 
-    def guarded(self, x: Tensor) -> Tensor:
+    def guarded(self, x: Tensor, output: Tensor) -> Tensor:
         return x.float().square().mean(-1)
 
 
@@ -132,7 +137,7 @@ class ScaleNorm(Norm):
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).clamp(min=self.epsilon)
         return (self.gain * x.float() / length).to(x.dtype)
 
-    def guarded(self, x: Tensor) -> Tensor:
+    def guarded(self, x: Tensor, output: Tensor) -> Tensor:
         return torch.linalg.vector_norm(x.float(), dim=-1)
 
 
@@ -160,7 +165,7 @@ class AdaNorm(Norm):
         y = (x.float() - mean) / (deviation + self.epsilon)
         return (self.scale * (1 - self.k * y.detach()) * y).to(x.dtype)
 
-    def guarded(self, x: Tensor) -> Tensor:
+    def guarded(self, x: Tensor, output: Tensor) -> Tensor:
         return x.float().std(-1)
 
 
@@ -185,7 +190,7 @@ class AdaptiveLayerNorm(Norm):
         s, b = F.linear(F.silu(n), self.weight.float(), self.bias.float()).chunk(2, dim=-1)
         return (n + s * n + b).to(x.dtype)
 
-    def guarded(self, x: Tensor) -> Tensor:
+    def guarded(self, x: Tensor, output: Tensor) -> Tensor:
         return _variance(x)
 
 
