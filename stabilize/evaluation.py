@@ -22,10 +22,19 @@ class Translation(NamedTuple):
     """One line of an evaluation text."""
 
     source: str
-    reference: str
+    references: tuple[str, ...]
     translation: str
     truncated: bool
     """The search was cut at the length limit."""
+
+    def sample(self) -> dict[str, Any]:
+        """The line as a reader is shown it, with its first reference."""
+        return {
+            "source": self.source,
+            "reference": self.references[0],
+            "translation": self.translation,
+            "truncated": self.truncated,
+        }
 
 
 class Evaluation(nn.Module):
@@ -38,9 +47,9 @@ class Evaluation(nn.Module):
 
     def add(self, batch: Batch, translations: Sequence[str], truncated: Sequence[bool]) -> None:
         """Take in the translations of a batch."""
-        self.bleu.update(translations, batch.target_text)
-        self.chrf.update(translations, batch.target_text)
-        rows = zip(batch.source_text, batch.target_text, translations, truncated, strict=True)
+        self.bleu.update(translations, batch.references)
+        self.chrf.update(translations, batch.references)
+        rows = zip(batch.source_text, batch.references, translations, truncated, strict=True)
         self.lines.update(zip(batch.index.tolist(), map(Translation._make, rows), strict=True))
 
     def finish(self) -> tuple[dict[str, float], dict[int, Translation]]:
@@ -80,6 +89,6 @@ class Evaluation(nn.Module):
             "empty": sum(not line.translation for line in lines.values()),
             "truncated": sum(line.truncated for line in lines.values()),
             **origin,
-            "samples": [line._asdict() for line in list(lines.values())[:SAMPLES]],
+            "samples": [line.sample() for line in list(lines.values())[:SAMPLES]],
         }
         (folder / f"{name}.json").write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 
 class CorpusScore(Metric):
-    """A score of a whole corpus against one reference a sentence, on sacreBLEU's scale of 0 to 100.
+    """A score of a whole corpus against one or several references a sentence, on sacreBLEU's scale of 0 to 100.
 
     sacreBLEU offers no public way to the statistics of chrF and TER, so that this class stands on the two methods that
     every sacreBLEU metric implements and that its own significance tests are built on: sentence statistics, and the
@@ -31,35 +31,54 @@ class CorpusScore(Metric):
     is_differentiable = False
     full_state_update = False
 
-    statistics: Tensor  # int64 [size]: exact, and left alone where a module is cast to another float type
+    # Integers: exact, and left alone where a module is cast to another float type.
+    statistics: Tensor
+    """Sums over sentences, times the number of references [size]: that makes whole numbers of TER's lengths too, which
+    are means over the references of a sentence."""
+    references: Tensor
+    """How many a sentence has; 0 before the first."""
 
     def __init__(self, scorer: Scorer, size: int) -> None:
         super().__init__()
         self.scorer = scorer
-        self.scorer.num_refs = 1  # what sacreBLEU would find in the first batch; so the signature is known before it
+        self.scorer.num_refs = 1  # what sacreBLEU finds in most texts; so there is a signature before the first batch
         self.add_state("statistics", torch.zeros(size, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("references", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
     @property
     def signature(self) -> str:
         """sacreBLEU's own line on how the score was computed, its version included."""
         return str(self.scorer.get_signature())
 
-    def update(self, hypotheses: Sequence[str], references: Sequence[str]) -> None:
-        """Add sentences: detokenised translations, and the raw reference of each.
+    def update(self, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+        """Add sentences: detokenised translations, and the raw references of each.
 
         Raises:
-            ValueError: the two are not of the same number.
+            TypeError: the references of a sentence are a text, whose characters would be taken for references.
+            ValueError: the two are not of the same number, or not all sentences have as many references.
         """
         if len(hypotheses) != len(references):
-            raise ValueError(f"{len(hypotheses)} hypotheses but {len(references)} references; each needs the other")
-        if hypotheses:
-            counts = self.scorer._extract_corpus_statistics(hypotheses, [references])
-            added = torch.tensor(counts, dtype=torch.int64).sum(0).to(self.statistics.device)
-            self.statistics = self.statistics + added  # not in place: it may come out of inference mode
+            raise ValueError(f"{len(hypotheses)} hypotheses but references for {len(references)}; each needs the other")
+        if any(isinstance(own, str) for own in references):
+            raise TypeError("the references of a sentence are one text; a tuple of one or several would do")
+        if not hypotheses:
+            return
+        before = int(self.references)
+        numbers = {len(own) for own in references} | ({before} if before else set())
+        if len(numbers) > 1 or 0 in numbers:
+            told = " and others ".join(map(str, sorted(numbers)))
+            raise ValueError(f"some sentences have {told} references; one or more, and as many for all, would do")
+        (number,) = numbers
+        counts = self.scorer._extract_corpus_statistics(hypotheses, list(zip(*references, strict=True)))
+        added = (torch.tensor(counts, dtype=torch.float64).sum(0) * number).round().long()
+        # Not in place: they may come out of inference mode.
+        self.statistics = self.statistics + added.to(self.statistics.device)
+        self.references = torch.full_like(self.references, number)
 
     def compute(self) -> Tensor:
         """The score of all sentences so far, a float64 scalar on the CPU; 0 if there were none."""
-        return torch.tensor(self.scorer._aggregate_and_compute([self.statistics.tolist()]).score, dtype=torch.float64)
+        sums = [count / max(int(self.references), 1) for count in self.statistics.tolist()]
+        return torch.tensor(self.scorer._aggregate_and_compute([sums]).score, dtype=torch.float64)
 
 
 class CorpusBLEU(CorpusScore):

@@ -370,10 +370,11 @@ class TranslationTask(LightningModule):
         self.log_dict({f"val/{name}": score for name, score in scores.items()}, sync_dist=True)
         if self.trainer.sanity_checking:
             return
-        rows = [[*line[:3]] for line in list(lines.values())[: self.samples]]
+        columns = ["source", "reference", "translation"]
+        samples = [line.sample() for line in list(lines.values())[: self.samples]]
+        rows = [[sample[column] for column in columns] for sample in samples]
         for logger in self.trainer.loggers:
             if isinstance(logger, WandbLogger) and rows and self.trainer.is_global_zero:
-                columns = ["source", "reference", "translation"]
                 logger.log_table("samples", columns=columns, data=rows, step=self._logged_step)
 
     def on_test_epoch_end(self) -> None:
@@ -381,7 +382,7 @@ class TranslationTask(LightningModule):
         data = self.trainer.datamodule
         for name, translations in (data.baseline_translations() if data is not None else {}).items():
             baseline = CorpusBLEU()
-            baseline.update([translations[k] for k in lines], [line.reference for line in lines.values()])
+            baseline.update([translations[k] for k in lines], [line.references for line in lines.values()])
             scores[f"bleu_{name}"] = float(baseline.compute())
         self._write("test", lines, scores)
         self.log_dict({f"test/{name}": score for name, score in scores.items()}, sync_dist=True)

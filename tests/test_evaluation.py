@@ -29,7 +29,7 @@ TRANSLATIONS = (*GERMAN[1:], "die Katze", 'Er sagte: "Nein, um 3.5 Uhr!"', "nich
 def lines(*numbers: int) -> tuple[Batch, list[str], list[bool]]:
     """A batch of these lines, their translations, and that none was cut."""
     ids = torch.zeros(len(numbers), 1, dtype=torch.long)
-    references = tuple(REFERENCES[k] for k in numbers)
+    references = tuple((REFERENCES[k],) for k in numbers)
     batch = Batch(ids, ids, torch.tensor(numbers), tuple(f"source {k}" for k in numbers), references)
     return batch, [TRANSLATIONS[k] for k in numbers], [False] * len(numbers)
 
@@ -45,7 +45,7 @@ def test_no_cut_or_order_changes_a_score_or_a_line(order: list[int], cuts: set[i
     assert scores["chrf"] == pytest.approx(sacrebleu.corpus_chrf(TRANSLATIONS, [REFERENCES]).score)
     assert list(found) == list(range(len(REFERENCES)))
     assert tuple(line.translation for line in found.values()) == TRANSLATIONS
-    assert tuple(line.reference for line in found.values()) == REFERENCES
+    assert [line.references for line in found.values()] == [(reference,) for reference in REFERENCES]
 
 
 def test_the_files_give_the_scores_back(tmp_path: Path) -> None:
