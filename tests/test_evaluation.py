@@ -161,6 +161,7 @@ def test_a_model_that_has_learnt_nothing_scores_nothing(tmp_path: Path, search: 
         assert facts["empty"] == len(ENGLISH)
     assert facts["search"] == {
         "beam": search.beam,
+        "normalization": "average",
         "length_penalty": 1.0,
         "maximum_ratio": 2.0,
         "maximum_extra": 10,
