@@ -82,11 +82,13 @@ class BeamSearch:
         """
         if not 1 <= count <= self.beam:
             raise UserError(f"{count} hypotheses of a sentence with a beam of {self.beam}; 1 to {self.beam} would do")
+        if not len(source):
+            return []
         lengths = (source != PAD).sum(1).tolist()
         limits = [int(self.maximum_ratio * length) + self.maximum_extra for length in lengths]
         if model.longest is not None:
             limits = [min(limit, model.longest) for limit in limits]
-        best = _Best(len(source), count, max(limits, default=0), source.device)
+        best = _Best(len(source), count, max(limits), source.device)
 
         # All below is about the sentences still open, fewer and fewer; the beam grows from one begin mark to its width.
         sentence = torch.arange(len(source), device=source.device)  # [open], place in the batch

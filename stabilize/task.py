@@ -344,8 +344,9 @@ class TranslationTask(LightningModule):
         return self._translate(batch, self.search)
 
     def _evaluate(self, batch: Batch, name: str, search: BeamSearch) -> None:
-        loss, nll, tokens = self.loss(batch)
-        per_token = {f"{name}/loss": loss / tokens, f"{name}/nll": nll / tokens}
+        none = torch.zeros((), device=self.device)
+        loss, nll, tokens = self.loss(batch) if len(batch.source) else (none, none, 0)  # see TokenBatches
+        per_token = {f"{name}/loss": loss / max(tokens, 1), f"{name}/nll": nll / max(tokens, 1)}
         self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=tokens, sync_dist=True)
         self._translate(batch, search)
 

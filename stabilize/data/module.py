@@ -214,6 +214,7 @@ class TranslationData(LightningDataModule, ABC):
             pairs.target_lengths,
             tokens=tokens,
             shuffle=shuffle,
+            evaluation=split != "train",
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed,
             rank=self.trainer.global_rank if self.trainer else 0,
             world_size=self.trainer.world_size if self.trainer else 1,
