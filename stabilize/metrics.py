@@ -7,13 +7,18 @@ for the whole file; a mean of batch or rank scores would not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
 import torch
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric as Scorer
 from torch import Tensor
 from torchmetrics import Metric
+
+from stabilize.errors import UserError
+
+ScoreName = Literal["bleu", "chrf", "chrf++", "ter"]
 
 
 class CorpusScore(Metric):
@@ -41,13 +46,16 @@ class CorpusScore(Metric):
     def __init__(self, scorer: Scorer, size: int) -> None:
         super().__init__()
         self.scorer = scorer
-        self.scorer.num_refs = 1  # what sacreBLEU finds in most texts; so there is a signature before the first batch
         self.add_state("statistics", torch.zeros(size, dtype=torch.int64), dist_reduce_fx="sum")
         self.add_state("references", torch.zeros((), dtype=torch.int64), dist_reduce_fx="max")
 
-    @property
-    def signature(self) -> str:
-        """sacreBLEU's own line on how the score was computed, its version included."""
+    def signature(self, references: int | None = None) -> str:
+        """sacreBLEU's own line on how the score is computed, its version included.
+
+        Args:
+            references: how many a sentence has; none: as many as in the sentences so far, 1 before the first.
+        """
+        self.scorer.num_refs = references or max(int(self.references), 1)  # else found when references are read
         return str(self.scorer.get_signature())
 
     def update(self, hypotheses: Sequence[str], references: Sequence[Sequence[str]]) -> None:
@@ -85,13 +93,22 @@ class CorpusBLEU(CorpusScore):
     """BLEU (Papineni et al. 2002): geometric mean of the precisions of 1- to 4-grams, times the brevity penalty.
 
     Args:
-        tokenize: sacreBLEU's tokeniser: `13a`, `intl`, `zh`, `char`, ...
+        tokenizer: sacreBLEU's: `13a`, `intl`, `zh`, `char`, ...
+
+    Raises:
+        UserError: sacreBLEU has no such tokeniser, or cannot do without another package for it.
     """
 
     higher_is_better = True
 
-    def __init__(self, tokenize: str = "13a") -> None:
-        super().__init__(BLEU(tokenize=tokenize), size=2 + 2 * 4)
+    def __init__(self, tokenizer: str = "13a") -> None:
+        if tokenizer not in BLEU.TOKENIZERS:
+            raise UserError(f"the tokeniser of BLEU is {tokenizer}; {', '.join(sorted(BLEU.TOKENIZERS))} would do")
+        try:
+            scorer = BLEU(tokenize=tokenizer)
+        except (ImportError, RuntimeError) as error:
+            raise UserError(f"BLEU with the tokeniser {tokenizer} cannot be had: {error}") from error
+        super().__init__(scorer, size=2 + 2 * 4)
 
 
 class CorpusChrF(CorpusScore):
@@ -114,3 +131,22 @@ class CorpusTER(CorpusScore):
 
     def __init__(self) -> None:
         super().__init__(TER(), size=2)
+
+
+def corpus_scores(names: Iterable[ScoreName], bleu_tokenizer: str = "13a") -> dict[str, CorpusScore]:
+    """New scores by name.
+
+    Args:
+        names: which.
+        bleu_tokenizer: see `CorpusBLEU`.
+
+    Raises:
+        UserError: see `CorpusBLEU`.
+    """
+    makers: dict[ScoreName, Callable[[], CorpusScore]] = {
+        "bleu": lambda: CorpusBLEU(bleu_tokenizer),
+        "chrf": CorpusChrF,
+        "chrf++": lambda: CorpusChrF(word_order=2),
+        "ter": CorpusTER,
+    }
+    return {name: makers[name]() for name in names}

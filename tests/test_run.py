@@ -130,7 +130,7 @@ def test_a_score_comes_with_its_provenance(run: Path) -> None:
     assert facts["search"]["beam"] == 5
     assert [sample["source"] for sample in facts["samples"]] == ["" if k == BLANK else e for k, e in enumerate(ENGLISH)]
     assert [sample["reference"] for sample in facts["samples"]] == list(GERMAN)
-    assert set(facts["scores"]) == {"bleu", "chrf", "bleu_word_by_word", "bleu_nearest_neighbour"}
+    assert set(facts["scores"]) == {"bleu", "chrf", "chrf++", "ter", "bleu_word_by_word", "bleu_nearest_neighbour"}
     assert facts["text"].endswith("test.{lang} (en to de)")
 
 
