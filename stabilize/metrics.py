@@ -7,10 +7,12 @@ for the whole file; a mean of batch or rank scores would not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
 import torch
+from sacrebleu import significance
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric as Scorer
 from torch import Tensor
@@ -150,3 +152,54 @@ def corpus_scores(names: Iterable[ScoreName], bleu_tokenizer: str = "13a") -> di
         "ter": CorpusTER,
     }
     return {name: makers[name]() for name in names}
+
+
+class Comparison(NamedTuple):
+    """A score of some systems, and how likely chance alone makes each differ so much from the first."""
+
+    scores: list[float]
+    intervals: list[tuple[float, float]]
+    """Mean and half width of the 95 % interval over bootstrap samples, by system."""
+    bootstrap: list[float]
+    """p of the paired bootstrap test (Koehn 2004), by system after the first."""
+    randomization: list[float]
+    """p of approximate randomisation (Riezler and Maxwell 2005), by system after the first."""
+    signatures: tuple[str, str]
+    """Of the bootstrap test and of the other, with numbers of samples and seed."""
+
+
+def compare(
+    scores: dict[str, CorpusScore], systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]]
+) -> dict[str, Comparison]:
+    """Compare the translations of several systems with the first one's, by sacreBLEU's significance tests.
+
+    Args:
+        scores: by which scores.
+        systems: all lines of each system.
+        references: all lines of each reference.
+    """
+    for score in scores.values():  # each system is counted once, not in each test: TER takes its time
+        counting = functools.cache(score.scorer._extract_corpus_statistics)
+        score.scorer._extract_corpus_statistics = counting  # type: ignore[method-assign]
+    named: list[tuple[str, Sequence[str]]] = [(str(number), tuple(lines)) for number, lines in enumerate(systems)]
+    scorers = {name: score.scorer for name, score in scores.items()}
+    kept = tuple(map(tuple, references))
+    (bs_signatures, bs), (ar_signatures, ar) = (
+        significance.PairedTest(named, scorers, kept, kind)() for kind in ("bs", "ar")
+    )
+    found = {}
+    for name, own in zip(scores, bs_signatures, strict=True):  # `own` is sacreBLEU's name of the score
+        by_bs, by_ar = cast("list[significance.Result]", bs[own]), cast("list[significance.Result]", ar[own])
+        found[name] = Comparison(
+            [result.score for result in by_bs],
+            [(float(cast(float, result.mean)), float(cast(float, result.ci))) for result in by_bs],
+            [_p_value(by_bs[0], result) for result in by_bs[1:]],
+            [_p_value(by_ar[0], result) for result in by_ar[1:]],
+            (str(bs_signatures[own]), str(ar_signatures[own])),
+        )
+    return found
+
+
+def _p_value(first: significance.Result, other: significance.Result) -> float:
+    """sacreBLEU's, but for equal scores, which it gives the smallest p of all."""
+    return 1.0 if first.score == other.score else cast(float, other.p_value)
