@@ -131,7 +131,7 @@ class Translator:
     def __str__(self) -> str:
         """What was done, in words."""
         faults = [f"{number:,} {fault}" for fault, number in self.faults.items()]
-        truncated = [f"{self.truncated:,} translations cut at the length limit"] if self.truncated else []
+        truncated = [f"{self.truncated:,} truncated at the length limit"] if self.truncated else []
         return ", ".join([f"{self.lines:,} lines", *faults, *truncated])
 
 
