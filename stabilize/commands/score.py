@@ -21,8 +21,8 @@ great a difference."""
 
 SCORES = get_args(ScoreName)
 
-TESTS = {"bootstrap": "paired bootstrap", "randomization": "approximate randomisation"}
-"""Fields of a `Comparison`, and how they are told."""
+TESTS = ("bootstrap", "randomization")
+"""Fields of a `Comparison`: p of sacreBLEU's paired bootstrap test and of its approximate randomisation."""
 
 
 def texts_of(paths: Sequence[str]) -> list[list[str]]:
@@ -77,7 +77,7 @@ def facts_of(names: Sequence[str], references: Sequence[str], scores: dict[str, 
 def table_of(facts: dict[str, Any]) -> Table:
     """The facts as a table: a column for each score, under each system how it differs from the first."""
     table = Table(box=None, padding=(0, 2), title=f"{facts['lines']:,} lines", title_justify="left")
-    table.add_column("", overflow="fold")
+    table.add_column("", overflow="fold", min_width=18)
     for name in facts["signatures"]:
         table.add_column(name, justify="right", no_wrap=True)
     first, *_ = facts["systems"]
@@ -91,8 +91,8 @@ def table_of(facts: dict[str, Any]) -> Table:
         if system is not first:
             differences = [score - first["scores"][name] for name, score in system["scores"].items()]
             table.add_row("  difference", *(f"{difference:+.2f}" for difference in differences))
-            for test, told in TESTS.items():
-                table.add_row(f"  p, {told}", *(f"{p:.4f}" for p in system[test].values()))
+            for test in TESTS:
+                table.add_row(f"  p, {test}", *(f"{p:.4f}" for p in system[test].values()))
     return table
 
 
@@ -117,7 +117,7 @@ def score(words: list[str]) -> int:
         return 0
     console = Console()
     console.print(table_of(facts))
-    for kind in ("signatures", *(f"{test}_signatures" for test in TESTS)):
-        for name, signature in facts.get(kind, {}).items():
+    for kind in [f"{test}_signatures" for test in TESTS] if len(chosen.output) > 1 else ["signatures"]:
+        for name, signature in facts[kind].items():
             console.print(Text(f"{name} {signature}", style="dim"), soft_wrap=True)
     return 0

@@ -90,8 +90,8 @@ def test_the_table_has_scores_differences_and_signatures(folder: Path, capsys: p
     said = capsys.readouterr().out
     assert re.search(r"better +\d\d\.\d\d ± \d+\.\d\d +\d\d\.\d\d ± ", said)
     assert re.search(r"difference +\+\d+\.\d\d +\+\d+\.\d\d", said)
-    assert re.search(r"p, paired bootstrap +0\.\d{4} +0\.\d{4}", said)
-    assert re.search(r"bleu nrefs:1\|case:mixed\|eff:no\|tok:13a\|smooth:exp\|version:", said)
+    assert re.search(r"p, bootstrap +0\.\d{4} +0\.\d{4}", said)
+    assert re.search(r"bleu nrefs:1\|bs:1000\|seed:12345\|case:mixed\|eff:no\|tok:13a\|smooth:exp\|version:", said)
     assert re.search(r"chrf\+\+ nrefs:1\|ar:10000\|seed:12345\|case:mixed\|eff:yes\|nc:6\|nw:2\|", said)
 
 
