@@ -25,10 +25,11 @@ class ProgressLines(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
-            self._print(trainer, self.KEYS)
+            evaluated = getattr(pl_module, "evaluated", {})
+            self._print(trainer, self.KEYS, evaluated["val"].part if "val" in evaluated else "")
 
     @rank_zero_only
-    def _print(self, trainer: pl.Trainer, keys: Sequence[str]) -> None:
+    def _print(self, trainer: pl.Trainer, keys: Sequence[str], part: str = "") -> None:
         metrics = trainer.callback_metrics
         found = [f"{key} {float(metrics[key]):.4g}" for key in keys if key in metrics]
-        print(f"update {trainer.global_step:,}: {', '.join(found)}", flush=True)
+        print(f"update {trainer.global_step:,}: {', '.join(found)}{part and f' ({part})'}", flush=True)

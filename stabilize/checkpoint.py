@@ -90,14 +90,18 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, key: str = "ckpt_path") -> dict[str, Any]:
     """A checkpoint of `TranslationTask`, read without running code of whoever wrote it.
+
+    Args:
+        path: of the file.
+        key: what the user calls it.
 
     Raises:
         UserError: there is none, or it is damaged or something else.
     """
     if not path.is_file():
-        raise UserError(f"ckpt_path is {path}, but there is no such file{such_as()}")
+        raise UserError(f"{key} is {path}, but there is no such file{such_as()}")
     try:
         with zipfile.ZipFile(path) as parts, warnings.catch_warnings(action="ignore"):
             whole = parts.testzip() is None  # torch writes checksums, and does not look at them
@@ -105,7 +109,7 @@ def read(path: Path) -> dict[str, Any]:
     except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
         saved = None
     if not isinstance(saved, dict) or not {"task", "tokenizer", "state_dict"} <= saved.keys():
-        raise UserError(f"ckpt_path is {path}, which is damaged or no checkpoint of stabilize{such_as()}")
+        raise UserError(f"{key} is {path}, which is damaged or no checkpoint of stabilize{such_as()}")
     return saved
 
 

@@ -16,6 +16,8 @@ VERBS = {
     "validate": "score a checkpoint on the validation text",
     "test": "translate the test text with a checkpoint and score it",
     "predict": "translate the test text with a checkpoint",
+    "translate": "translate lines from standard input with a checkpoint",
+    "score": "score translations against references, and compare two systems",
     "explain": "print what a config's stabiliser is and does, without training",
     "probe": "show what each layer does before training, for many strategies and depths",
     "compare": "carry out a study: a run for each strategy, depth, seed, and one table",
@@ -27,6 +29,8 @@ VERBS = {
 }
 
 OWN = {
+    "translate": ("translate", "translate"),
+    "score": ("score", "score"),
     "probe": ("probe", "look"),
     "compare": ("compare", "compare"),
     "bench": ("bench", "measure"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -53,10 +55,19 @@ class TableModel:
         return hidden
 
 
-def search(model: object, source: list[list[int]], **arguments: float) -> list[Hypothesis]:
-    """The search over sources given without end mark."""
-    rows = torch.nn.utils.rnn.pad_sequence([torch.tensor([*s, END]) for s in source], batch_first=True)
-    return BeamSearch(**arguments)(model, rows)
+def padded(source: list[list[int]]) -> Tensor:
+    """A batch of sources given without end mark."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor([*s, END]) for s in source], batch_first=True)
+
+
+def search(model: object, source: list[list[int]], **arguments: Any) -> list[Hypothesis]:
+    """The best hypothesis of each source."""
+    return BeamSearch(**arguments)(model, padded(source))
+
+
+def n_best(model: object, source: list[list[int]], count: int, **arguments: Any) -> list[list[Hypothesis]]:
+    """The best hypotheses of each source."""
+    return BeamSearch(**arguments).n_best(model, padded(source), count)
 
 
 def random_table(seed: int, spread: float = 2.0) -> Table:
@@ -73,18 +84,31 @@ def log_probabilities(table: Table, source: Sequence[int], prefix: tuple[int, ..
     return torch.tensor(table(tuple(source), prefix), dtype=torch.float64).log_softmax(0).tolist()
 
 
-def exhaustive(table: Table, source: Sequence[int], limit: int, penalty: float) -> tuple[float, list[int]]:
-    """The best of all hypotheses of at most `limit` tokens, end mark included."""
+Divisor = Callable[[int], float]
+"""Length -> what log p is divided by."""
+
+PENALTIES: dict[str, tuple[dict[str, Any], Divisor]] = {
+    "none": ({"length_penalty": 0.0}, lambda length: 1.0),
+    "average": ({"length_penalty": 1.0}, lambda length: length),
+    "average, a power": ({"normalization": "average", "length_penalty": 0.6}, lambda length: length**0.6),
+    "GNMT": ({"normalization": "gnmt", "length_penalty": 0.6}, lambda length: (5 + length) ** 0.6 / 6**0.6),
+    "GNMT, a power": ({"normalization": "gnmt", "length_penalty": 2.0}, lambda length: (5 + length) ** 2 / 36),
+}
+every_penalty = pytest.mark.parametrize(("arguments", "divisor"), PENALTIES.values(), ids=PENALTIES.keys())
+
+
+def exhaustive(table: Table, source: Sequence[int], limit: int, divisor: Divisor) -> list[tuple[float, list[int]]]:
+    """All hypotheses of at most `limit` tokens, end mark included, the best first."""
     found = []
     for length in range(limit):
         for ids in itertools.product((UNKNOWN, A, B), repeat=length):
             steps = [log_probabilities(table, source, ids[:i])[token] for i, token in enumerate((*ids, END))]
-            found.append((sum(steps) / (length + 1) ** penalty, list(ids)))
-    return max(found)
+            found.append((sum(steps) / divisor(length + 1), list(ids)))
+    return sorted(found, reverse=True)
 
 
-def patient(table: Table, source: Sequence[int], beam: int, limit: int, penalty: float) -> Hypothesis:
-    """Beam search in plain Python that always goes on to the limit."""
+def patient(table: Table, source: Sequence[int], beam: int, limit: int, divisor: Divisor) -> list[Hypothesis]:
+    """Beam search in plain Python that always goes on to the limit: finished hypotheses, then those that were cut."""
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     finished: list[Hypothesis] = []
     for length in range(1, limit + 1):
@@ -95,9 +119,10 @@ def patient(table: Table, source: Sequence[int], beam: int, limit: int, penalty:
             for token in (UNKNOWN, END, A, B)
         ]
         grown = sorted(grown, reverse=True)[: beam - len(finished)]
-        finished += [Hypothesis(list(ids[:-1]), p / length**penalty, False) for p, ids in grown if ids[-1] == END]
+        finished += [Hypothesis(list(ids[:-1]), p / divisor(length), False) for p, ids in grown if ids[-1] == END]
         live = [(p, ids) for p, ids in grown if ids[-1] != END]
-    return max(finished or [Hypothesis(list(ids), p / limit**penalty, True) for p, ids in live], key=lambda h: h.score)
+    cut = [Hypothesis(list(ids), p / divisor(limit), True) for p, ids in live]
+    return [hypothesis for part in (finished, cut) for hypothesis in sorted(part, key=lambda h: -h.score)]
 
 
 def assert_same(found: Hypothesis, expected: Hypothesis) -> None:
@@ -106,24 +131,33 @@ def assert_same(found: Hypothesis, expected: Hypothesis) -> None:
     assert found.score == pytest.approx(expected.score, abs=1e-5)
 
 
-@pytest.mark.parametrize("penalty", [0.0, 0.6, 1.0])
+@every_penalty
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 2**32), limit=st.integers(1, 5))
-def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all(penalty: float, seed: int, limit: int) -> None:
+def test_a_beam_as_wide_as_the_tree_finds_the_best_of_all(
+    arguments: dict[str, Any], divisor: Divisor, seed: int, limit: int
+) -> None:
+    """Its seven best, of up to 121."""
     table = random_table(seed)
-    arguments = {"beam": 1000, "length_penalty": penalty, "maximum_ratio": 0.0, "maximum_extra": limit}
-    (found,) = search(TableModel(table), [[A]], **arguments)
-    score, ids = exhaustive(table, [A], limit, penalty)
-    assert_same(found, Hypothesis(ids, score, False))
+    arguments = arguments | {"beam": 1000, "maximum_ratio": 0.0, "maximum_extra": limit}
+    (found,) = n_best(TableModel(table), [[A]], 7, **arguments)
+    for one, (score, ids) in zip(found, exhaustive(table, [A], limit, divisor), strict=False):
+        assert_same(one, Hypothesis(ids, score, False))
+    assert search(TableModel(table), [[A]], **arguments) == found[:1]
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32), beam=st.integers(1, 5), limit=st.integers(1, 8), penalty=st.floats(0, 2))
-def test_stopping_early_changes_nothing(seed: int, beam: int, limit: int, penalty: float) -> None:
-    table = random_table(seed)
-    arguments = {"beam": beam, "length_penalty": penalty, "maximum_ratio": 0.0, "maximum_extra": limit}
-    (found,) = search(TableModel(table), [[A, B]], **arguments)
-    assert_same(found, patient(table, [A, B], beam, limit, penalty))
+@every_penalty
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32), beam=st.integers(1, 5), limit=st.integers(1, 8), data=st.data())
+def test_stopping_early_changes_nothing(
+    arguments: dict[str, Any], divisor: Divisor, seed: int, beam: int, limit: int, data: st.DataObject
+) -> None:
+    table, count = random_table(seed), data.draw(st.integers(1, beam))
+    arguments = arguments | {"beam": beam, "maximum_ratio": 0.0, "maximum_extra": limit}
+    (found,) = n_best(TableModel(table), [[A, B]], count, **arguments)
+    expected = patient(table, [A, B], beam, limit, divisor)[:count]
+    for one, other in zip(found, expected, strict=True):
+        assert_same(one, other)
 
 
 @settings(max_examples=20, deadline=None)
@@ -156,14 +190,17 @@ def test_a_sentence_does_not_see_the_others(seed: int, beam: int, source: list[l
 
 
 @pytest.mark.parametrize(
-    ("penalty", "ids", "score"),
+    ("normalization", "penalty", "ids", "score"),
     [
-        (0.0, [], math.log(0.4)),  # -0.92; then -1.20, -1.61, -2.30
-        (0.6, [A], math.log(0.3) / 2**0.6),  # -0.79; the others -0.92, -0.83, -1.00
-        (1.0, [A, A], math.log(0.2) / 3),  # -0.54; the others -0.92, -0.60, -0.58
+        ("average", 0.0, [], math.log(0.4)),  # -0.92; then -1.20, -1.61, -2.30
+        ("average", 0.6, [A], math.log(0.3) / 2**0.6),  # -0.79; the others -0.92, -0.83, -1.00
+        ("average", 1.0, [A, A], math.log(0.2) / 3),  # -0.54; the others -0.92, -0.60, -0.58
+        ("gnmt", 0.6, [], math.log(0.4)),  # -0.92; then -1.10, -1.35, -1.81
+        ("gnmt", 2.0, [A], math.log(0.3) / (7 / 6) ** 2),  # -0.885; the others -0.916, -0.905, -1.02
+        ("gnmt", 3.0, [A, A], math.log(0.2) / (8 / 6) ** 3),  # -0.679; the others -0.916, -0.758, -0.682
     ],
 )
-def test_example_on_paper(penalty: float, ids: list[int], score: float) -> None:
+def test_example_on_paper(normalization: str, penalty: float, ids: list[int], score: float) -> None:
     """The four hypotheses: nothing 0.4, a 0.6 * 0.5 = 0.3, a a 0.6 * 0.5 * 2/3 = 0.2, a a a 0.1.
 
     Were the begin mark counted as well, the empty one would win at 0.6.
@@ -174,7 +211,8 @@ def test_example_on_paper(penalty: float, ids: list[int], score: float) -> None:
         p = end[len(prefix)]
         return [math.log(p) if t == END else math.log(1 - p) if t == A and p < 1 else -math.inf for t in range(6)]
 
-    (found,) = search(TableModel(table), [[A]], beam=4, length_penalty=penalty, maximum_extra=4)
+    arguments = {"normalization": normalization, "length_penalty": penalty, "maximum_extra": 4}
+    (found,) = search(TableModel(table), [[A]], beam=4, **arguments)
     assert_same(found, Hypothesis(ids, score, False))
 
 
@@ -226,6 +264,34 @@ def test_a_live_hypothesis_that_can_still_win_keeps_the_search_going() -> None:
     assert found.score == pytest.approx(math.log(0.4) / 10, abs=1e-5)
 
 
+def test_more_hypotheses_keep_the_search_going() -> None:
+    """As above, with no length penalty: the first finished hypothesis wins, but the second best is still unknown."""
+    model = TableModel(constant(end=math.log(0.7), a=math.log(0.2), b=math.log(0.1)))
+    ((first, second),) = n_best(model, [[A] * 30], 2, length_penalty=0.0)
+    assert (first.ids, second.ids) == ([], [A])
+    assert second.score == pytest.approx(math.log(0.2 * 0.7), abs=1e-5)
+    assert model.steps == 2
+
+
+def test_what_finished_comes_before_what_was_cut() -> None:
+    ((*found,),) = n_best(TableModel(constant(a=5.0, end=0.0)), [[A]], 3, beam=3, maximum_ratio=0.0, maximum_extra=2)
+    assert [(h.ids, h.truncated) for h in found] == [([A], False), ([], False), ([A, A], True)]
+    assert found[2].score > found[0].score > found[1].score
+
+
+def test_there_may_be_fewer_than_were_asked_for() -> None:
+    """The end mark, and each token that is cut after itself."""
+    (found,) = n_best(TableModel(constant(a=1.0, unknown=0.5)), [[A]], 5, beam=5, maximum_ratio=0.0, maximum_extra=1)
+    assert [h.ids for h in found] == [[], [A], [UNKNOWN], [B]]
+    assert n_best(TableModel(constant(a=math.nan)), [[A]], 5, beam=5) == [[Hypothesis([], -math.inf, True)]]
+
+
+@pytest.mark.parametrize("count", [0, 4])
+def test_no_more_hypotheses_than_the_beam_holds(count: int) -> None:
+    with pytest.raises(UserError, match=f"{count} hypotheses .* with a beam of 3; 1 to 3 would do"):
+        n_best(TableModel(constant()), [[A]], count, beam=3)
+
+
 def test_pad_and_begin_are_never_produced_but_unknown_may_be() -> None:
     (found,) = search(TableModel(constant(pad=9.0, begin=9.0, unknown=1.0)), [[A]], beam=2, maximum_extra=3)
     assert set(found.ids) == {UNKNOWN}
@@ -257,9 +323,16 @@ def test_no_sentences() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"beam": 0}, {"length_penalty": -0.5}, {"maximum_ratio": math.inf}, {"maximum_extra": 0}, {"minimum_length": 0}],
+    [
+        {"beam": 0},
+        {"length_penalty": -0.5},
+        {"normalization": "median"},
+        {"maximum_ratio": math.inf},
+        {"maximum_extra": 0},
+        {"minimum_length": 0},
+    ],
 )
-def test_arguments_that_cannot_be(wrong: dict[str, float]) -> None:
+def test_arguments_that_cannot_be(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UserError, match=f"{name} of BeamSearch is {wrong[name]}"):
         BeamSearch(**wrong)
@@ -301,6 +374,18 @@ def test_a_sentence_does_not_see_the_others_in_a_transformer(transformer: Encode
     for found, sentence in zip(search(transformer, SENTENCES, beam=beam), SENTENCES, strict=True):
         (alone,) = search(transformer, [sentence], beam=beam)
         assert_same(found, alone)
+
+
+@pytest.mark.parametrize("beam", [1, 4])
+def test_a_batch_of_64_gives_the_tokens_that_each_sentence_gives_alone(transformer: EncoderDecoder, beam: int) -> None:
+    random = Random(beam)
+    sentences = [random.choices(range(4, 12), k=random.randrange(12)) for _ in range(64)]
+    source = torch.nn.functional.pad(padded(sentences), (0, 9), value=PAD)
+    together = BeamSearch(beam=beam).n_best(transformer, source, beam)
+    assert len({tuple(h.ids) for found in together for h in found}) > 32, "or this would show nothing"
+    for found, sentence in zip(together, sentences, strict=True):
+        (alone,) = n_best(transformer, [sentence], beam, beam=beam)
+        assert [h.ids for h in found] == [h.ids for h in alone]
 
 
 @pytest.mark.parametrize("beam", [1, 4])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,22 +16,27 @@ import sacrebleu
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from stabilize.commands.results import results
 from stabilize.data.batch import Batch
 from stabilize.data.pairs import Pairs
 from stabilize.decoding import BeamSearch, Hypothesis
+from stabilize.errors import UserError
 from stabilize.evaluation import Evaluation
+from stabilize.metrics import ScoreName, corpus_scores
 from stabilize.task import TranslationTask
 from tests.tasks import ENGLISH, GERMAN, Sentences, rows, small_task, small_trainer
 
 REFERENCES = (*GERMAN, "Er sagte: „Nein, um 3.5 Uhr!“", "", "12 % der 1.000 Äpfel — naïve Œuvre", "東京は大きい。")
+SCORES: tuple[ScoreName, ...] = ("bleu", "chrf", "chrf++", "ter")
 TRANSLATIONS = (*GERMAN[1:], "die Katze", 'Er sagte: "Nein, um 3.5 Uhr!"', "nichts", "12% der 1.000 Äpfel", "東京 。")
 
 
 def lines(*numbers: int) -> tuple[Batch, list[str], list[bool]]:
     """A batch of these lines, their translations, and that none was cut."""
     ids = torch.zeros(len(numbers), 1, dtype=torch.long)
-    references = tuple(REFERENCES[k] for k in numbers)
+    references = tuple((REFERENCES[k],) for k in numbers)
     batch = Batch(ids, ids, torch.tensor(numbers), tuple(f"source {k}" for k in numbers), references)
     return batch, [TRANSLATIONS[k] for k in numbers], [False] * len(numbers)
 
@@ -37,50 +44,60 @@ def lines(*numbers: int) -> tuple[Batch, list[str], list[bool]]:
 @given(order=st.permutations(range(len(REFERENCES))), cuts=st.sets(st.integers(1, len(REFERENCES) - 1)))
 def test_no_cut_or_order_changes_a_score_or_a_line(order: list[int], cuts: set[int]) -> None:
     """The scores are sacreBLEU's for the whole corpus, the lines back in the order of the text."""
-    evaluation = Evaluation()
+    evaluation = Evaluation(corpus_scores(SCORES))
     for start, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(order)], strict=True):
         evaluation.add(*lines(*order[start:end]))
-    scores, found = evaluation.finish()
-    assert scores["bleu"] == pytest.approx(sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES]).score)
-    assert scores["chrf"] == pytest.approx(sacrebleu.corpus_chrf(TRANSLATIONS, [REFERENCES]).score)
+    scores, _, found, _ = evaluation.finish()
+    assert scores["bleu"] == sacrebleu.corpus_bleu(TRANSLATIONS, [REFERENCES]).score
+    assert scores["chrf"] == sacrebleu.corpus_chrf(TRANSLATIONS, [REFERENCES]).score
+    assert scores["chrf++"] == sacrebleu.corpus_chrf(TRANSLATIONS, [REFERENCES], word_order=2).score
+    assert scores["ter"] == sacrebleu.corpus_ter(TRANSLATIONS, [REFERENCES]).score
     assert list(found) == list(range(len(REFERENCES)))
     assert tuple(line.translation for line in found.values()) == TRANSLATIONS
-    assert tuple(line.reference for line in found.values()) == REFERENCES
+    assert [line.references for line in found.values()] == [(reference,) for reference in REFERENCES]
 
 
 def test_the_files_give_the_scores_back(tmp_path: Path) -> None:
     """To the sacrebleu command, which knows nothing but the two files."""
-    evaluation = Evaluation()
-    evaluation.add(*lines(*range(len(REFERENCES))))
-    scores, found = evaluation.finish()
-    evaluation.write(tmp_path, "test", found, scores, update=7)
-    reference = tmp_path / "reference.txt"
-    reference.write_text("".join(f"{line}\n" for line in REFERENCES), encoding="utf-8", newline="\n")
-    command = [sys.executable, "-m", "sacrebleu", reference, "-i", tmp_path / "test.txt", "-m", "bleu", "-b", "-w", "6"]
-    assert float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) == pytest.approx(
-        scores["bleu"], abs=1e-5
-    )
+    evaluation = Evaluation(corpus_scores(SCORES))
+    batch, translations, cut = lines(*range(len(REFERENCES)))
+    evaluation.add(batch._replace(references=tuple(zip(REFERENCES, REFERENCES[::-1], strict=True))), translations, cut)
+    found = evaluation.finish()
+    found.write(tmp_path, "test", update=7)
+    files = {"reference": REFERENCES, "other": REFERENCES[::-1]}
+    for name, text in files.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in text), encoding="utf-8", newline="\n")
+    command = [sys.executable, "-m", "sacrebleu", *files, "-i", "test.txt", "-w", "9", "-m", "bleu", "chrf", "ter"]
     facts = json.loads((tmp_path / "test.json").read_text(encoding="utf-8"))
-    assert facts["scores"] == scores
-    assert facts["signatures"]["bleu"] == Evaluation().signatures["bleu"]
+    for words, names in (([], ("bleu", "chrf", "ter")), (["--chrf-word-order", "2"], ("bleu", "chrf++", "ter"))):
+        said = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for name, score in zip(names, json.loads(said), strict=True):
+            assert f"{facts['scores'][name]:.9f}" == f"{score['score']:.9f}"
+            assert facts["signatures"][name] == score["signature"]
+            assert "nrefs:2" in score["signature"]
+    assert facts["scores"] == found.scores
     assert facts["sacrebleu"] == sacrebleu.__version__
     assert (facts["lines"], facts["empty"], facts["truncated"], facts["update"]) == (len(REFERENCES), 0, 0, 7)
 
 
 def test_a_pass_starts_from_nothing() -> None:
-    evaluation = Evaluation()
+    evaluation = Evaluation(corpus_scores(["bleu", "ter"]))
     evaluation.add(*lines(0, 1))
     evaluation.finish()
-    assert evaluation.finish() == ({"bleu": 0.0, "chrf": 0.0}, {})
+    empty = evaluation.finish()
+    assert (empty.scores, empty.lines) == ({"bleu": 0.0, "ter": 0.0}, {})
 
 
 def test_lines_that_were_left_out_are_blank(tmp_path: Path) -> None:
-    evaluation = Evaluation()
+    evaluation = Evaluation({})
     evaluation.add(*lines(3, 1))
-    scores, found = evaluation.finish()
-    evaluation.write(tmp_path, "test", found, scores)
+    found = evaluation.finish(len(REFERENCES))
+    found.write(tmp_path, "test")
     assert (tmp_path / "test.txt").read_text(encoding="utf-8") == f"\n{TRANSLATIONS[1]}\n\n{TRANSLATIONS[3]}\n"
-    assert json.loads((tmp_path / "test.json").read_text())["lines"] == 2
+    facts = json.loads((tmp_path / "test.json").read_text())
+    assert (facts["lines"], facts["of"]) == (2, len(REFERENCES))
+    assert found.part == f"2 of {len(REFERENCES)} lines"
+    assert found._replace(total=2).part == found._replace(total=None).part == ""
 
 
 # ---------------------------------------------------------------------- the task's passes
@@ -161,6 +178,7 @@ def test_a_model_that_has_learnt_nothing_scores_nothing(tmp_path: Path, search: 
         assert facts["empty"] == len(ENGLISH)
     assert facts["search"] == {
         "beam": search.beam,
+        "normalization": "average",
         "length_penalty": 1.0,
         "maximum_ratio": 2.0,
         "maximum_extra": 10,
@@ -175,6 +193,33 @@ def test_a_limited_pass_scores_the_baselines_on_its_own_lines(tmp_path: Path) ->
     assert scores["test/bleu_nearest_neighbour"] == pytest.approx(100)
     assert 0 <= scores["test/bleu_word_by_word"] <= 100
     assert json.loads((tmp_path / "translations" / "test.json").read_text())["lines"] == 2
+
+
+@pytest.mark.parametrize(("limit", "part"), [(2, "2 of 6 lines"), (1.0, "")])
+def test_scores_are_shown_as_the_sacrebleu_command_prints_them(tmp_path: Path, limit: float, part: str) -> None:
+    """With two digits, the part of the text that they are of, and signatures."""
+    task = small_task(search=Dictated())
+    text = Sentences({"test": Pairs(["unheard of", *ENGLISH[1:]], list(GERMAN))}, evaluation_batch_tokens=1)
+    trainer = small_trainer(tmp_path, limit_test_batches=limit)
+    trainer.test(task, datamodule=text, verbose=False)
+    console = Console(width=200, file=io.StringIO())
+    console.print(results(trainer, trainer.callback_metrics))
+    said = console.file.getvalue()
+    found = {k: written(tmp_path, "test.txt")[k] for k in task.evaluated["test"].lines}
+    peers = {"bleu": sacrebleu.BLEU(), "chrf": sacrebleu.CHRF(), "chrf++": sacrebleu.CHRF(word_order=2)}
+    for name, peer in {**peers, "ter": sacrebleu.TER()}.items():
+        score = peer.corpus_score(list(found.values()), [[GERMAN[k] for k in found]])
+        assert re.search(rf"test/{re.escape(name)} +{score.score:.2f} +{part}", said)
+        assert f"{name} {peer.get_signature()}" in said
+    assert ("lines" in said) == bool(part)
+
+
+def test_scores_are_those_that_are_chosen(tmp_path: Path) -> None:
+    scores = score(tmp_path, small_task(search=Dictated(), scores=["ter", "bleu"], bleu_tokenizer="char"))
+    assert {name for name in scores if name not in ("test/loss", "test/nll")} == {"test/ter", "test/bleu"}
+    assert "tok:char" in json.loads((tmp_path / "translations" / "test.json").read_text())["signatures"]["bleu"]
+    with pytest.raises(UserError, match=r"tokeniser of BLEU is words; .*13a.* would do"):
+        small_task(bleu_tokenizer="words")
 
 
 def test_batches_without_a_datamodule_are_enough(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_score_comes_with_its_provenance(run: Path) -> None:
     assert facts["search"]["beam"] == 5
     assert [sample["source"] for sample in facts["samples"]] == ["" if k == BLANK else e for k, e in enumerate(ENGLISH)]
     assert [sample["reference"] for sample in facts["samples"]] == list(GERMAN)
-    assert set(facts["scores"]) == {"bleu", "chrf", "bleu_word_by_word", "bleu_nearest_neighbour"}
+    assert set(facts["scores"]) == {"bleu", "chrf", "chrf++", "ter", "bleu_word_by_word", "bleu_nearest_neighbour"}
     assert facts["text"].endswith("test.{lang} (en to de)")
 
 
@@ -161,6 +161,8 @@ METRICS = {
     *(f"activation_rms/{stack}/slope" for stack in STACKS),
     *(f"stability/{name}" for name in ("spikes", "spike_score/loss", "spike_score/gradient_norm", "diverged")),
     *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "nll", "bleu", "chrf")),
+    "test/chrf++",
+    "test/ter",
     "test/bleu_word_by_word",
     "test/bleu_nearest_neighbour",
 }
@@ -335,7 +337,7 @@ def test_testing_a_checkpoint_repeats_the_score_at_its_update(run: Path, text: T
         else:
             old, new = json.loads(there.read_text()), json.loads(here.read_text())
             assert new["update"] == old["update"] == 60
-            assert new["scores"] == {key: old["scores"][key] for key in ("bleu", "chrf")}
+            assert new["scores"] == {key: old["scores"][key] for key in ("bleu", "chrf", "chrf++", "ter")}
             assert new["samples"] == old["samples"]
             assert new["checkpoint"] == flags[-1]
     assert [row["step"] for row in rows(tested)] == [60]

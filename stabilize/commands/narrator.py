@@ -52,11 +52,12 @@ class Narrator(Logger):
         """The run in a few numbers and facts, by key."""
         return self.diary.summary() | self._facts
 
-    def know(self, loggers: list[Logger], signature: str, entropy: float | None) -> None:
-        """Take in what no number says: sacreBLEU's signature, the entropy of single words, and who else is told."""
+    def know(self, loggers: list[Logger], signature: str | None, entropy: float | None) -> None:
+        """Take in what no number says: sacreBLEU's signature of the validation's BLEU, if that is computed, the entropy
+        of single words, and who else is told."""
         self._others = [logger for logger in loggers if isinstance(logger, WandbLogger)]
         self.diary.entropy = entropy
-        self._facts = {"best/bleu_signature": signature}
+        self._facts = {} if signature is None else {"best/bleu_signature": signature}
         if entropy is not None:
             self._facts["train/word_entropy"] = entropy
 

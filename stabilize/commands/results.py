@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stabilize.callbacks.monitor import Monitor
 from stabilize.commands.narrator import Narrator
+from stabilize.evaluation import Evaluated
 from stabilize.findings import Diary
 
 SHOWN = ("train/", "val/", "test/")
@@ -24,17 +25,21 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(justify="right")
-    for key, score in sorted(metrics.items()):
-        if key.startswith(SHOWN):
-            table.add_row(key, f"{float(score):,.4g}")
+    table.add_column()
+    evaluated: dict[str, Evaluated] = getattr(trainer.lightning_module, "evaluated", {})
+    for key, metric in sorted(metrics.items()):
+        name, _, score = key.partition("/")
+        if name in evaluated and score in evaluated[name].scores:  # every digit is that of sacrebleu -w 2
+            table.add_row(key, f"{evaluated[name].scores[score]:.2f}", evaluated[name].part)
+        elif key.startswith(SHOWN):
+            table.add_row(key, f"{float(metric):,.4g}")
     for callback in trainer.callbacks:
         if isinstance(callback, Monitor):
             for key, value in sorted(callback.summary().items()):
                 table.add_row(key, f"{value:.3g}")
     parts: list[RenderableType] = [table]
-    evaluation = getattr(trainer.lightning_module, "evaluation", None)
-    if evaluation is not None:
-        parts += [Text(f"{name} {signature}", style="dim") for name, signature in evaluation.signatures.items()]
+    signatures = [line for found in evaluated.values() for line in found.signatures.items()]
+    parts += [Text(f"{name} {signature}", style="dim") for name, signature in dict.fromkeys(signatures)]
     for logger in trainer.loggers:
         if isinstance(logger, Narrator) and (logger.diary.measured or logger.diary.findings):
             parts += [Text(""), *words(logger.diary)]

@@ -151,12 +151,14 @@ class RunConfig(SaveConfigCallback):
             if key in config and config[key] == self.parser.get_default(key):
                 del config[key]
         self.parser.save(config, folder / "config.yaml", skip_unset=False, skip_validation=True, overwrite=False)
+        data = trainer.datamodule
+        validation = pl_module.evaluations["val"].signatures(data.references.get("validation"))
+        test = pl_module.evaluations["test"].signatures(data.references.get("test"))
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_hyperparams({**pl_module.spec(), "signatures": pl_module.evaluation.signatures})
+                logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test})
             if isinstance(logger, Narrator):
-                entropy = getattr(trainer.datamodule, "word_entropy", None)
-                logger.know(trainer.loggers, pl_module.evaluation.signatures["bleu"], entropy)
+                logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None))
 
 
 class Command(LightningCLI):

@@ -15,11 +15,11 @@ class Batch(NamedTuple):
         target: the begin token, tokens and the end token, [batch, target length + 1], int64.
         index: line number of each pair in its split, counted from 0, [batch], int64.
         source_text: raw source lines in evaluation, empty in training.
-        target_text: raw target lines in evaluation, empty in training.
+        references: raw references of each row in evaluation, the first the one that `target` is; empty in training.
     """
 
     source: Tensor
     target: Tensor
     index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody misses
     source_text: tuple[str, ...] = ()
-    target_text: tuple[str, ...] = ()
+    references: tuple[tuple[str, ...], ...] = ()

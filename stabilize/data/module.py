@@ -29,7 +29,7 @@ class TranslationData(LightningDataModule, ABC):
     keeps every line. The tokenizer is learnt from the training text, unless `given_tokenizer` was set before `setup`
     (a checkpoint brings its own), and is written into the run's folder.
 
-    After `setup`: `tokenizer`, and `report`, the counts by name.
+    After `setup`: `tokenizer`, `report`, the counts by name, and for each evaluation text `totals` and `references`.
 
     Args:
         vocabulary: number of subword pieces, one vocabulary for both languages.
@@ -79,6 +79,10 @@ class TranslationData(LightningDataModule, ABC):
         self.given_tokenizer: Tokenizer | None = None
         self.tokenizer: Tokenizer
         self.report: dict[str, int] = {}
+        self.totals: dict[Split, int] = {}
+        """Lines of each evaluation text, those that are left out by `validation_pairs` too."""
+        self.references: dict[Split, int] = {}
+        """References that each evaluation text has for a line."""
         self._splits: dict[Split, TokenizedPairs] = {}
 
     @abstractmethod
@@ -192,6 +196,7 @@ class TranslationData(LightningDataModule, ABC):
         return TokenizedPairs(source, target, kept, text=None)
 
     def _evaluation(self, split: Split, text: Pairs) -> TokenizedPairs:
+        self.totals[split], self.references[split] = len(text), 1 + len(text.more)
         text = text.first(self.validation_pairs) if split == "validation" else text
         source, target = Sentences(text.source, self.tokenizer), Sentences(text.target, self.tokenizer)
         self.report[split] = len(text)
@@ -214,6 +219,7 @@ class TranslationData(LightningDataModule, ABC):
             pairs.target_lengths,
             tokens=tokens,
             shuffle=shuffle,
+            evaluation=split != "train",
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)) if self.seed is None else self.seed,
             rank=self.trainer.global_rank if self.trainer else 0,
             world_size=self.trainer.world_size if self.trainer else 1,

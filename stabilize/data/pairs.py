@@ -17,17 +17,28 @@ from stabilize.tokens import BEGIN
 
 @dataclass(frozen=True)
 class Pairs:
-    """Raw lines: `target[k]` is the translation of `source[k]`."""
+    """Raw lines: `target[k]` is the translation of `source[k]`.
+
+    Args:
+        source: what is translated.
+        target: its translation, which is learnt, and the first reference in evaluation.
+        more: further references of an evaluation text, a list of all its lines each.
+    """
 
     source: list[str]
     target: list[str]
+    more: tuple[list[str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.source)
 
     def first(self, count: int | None) -> Pairs:
         """The first `count` pairs; all of them for none."""
-        return Pairs(self.source[:count], self.target[:count])
+        return Pairs(self.source[:count], self.target[:count], tuple(lines[:count] for lines in self.more))
+
+    def references(self, line: int) -> tuple[str, ...]:
+        """All translations of a line, `target` first."""
+        return (self.target[line], *(lines[line] for lines in self.more))
 
 
 class TokenizedPairs(Dataset[Batch]):
@@ -56,7 +67,7 @@ class TokenizedPairs(Dataset[Batch]):
             target=F.pad(self._target.padded(lines), (1, 0), value=BEGIN),
             index=torch.from_numpy(lines),
             source_text=tuple(self._text.source[line] for line in lines) if self._text else (),
-            target_text=tuple(self._text.target[line] for line in lines) if self._text else (),
+            references=tuple(map(self._text.references, lines)) if self._text else (),
         )
 
     @property

@@ -25,20 +25,23 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
     every epoch has the same number of them, and hardly any padding.
 
     Processes share the batches of an epoch: each row goes to exactly one process, and all have the same number of
-    batches: where they cannot be dealt out evenly, the largest are halved; where all are single sentences, the
-    shortest ones share a batch.
+    batches. In training, where they cannot be dealt out evenly, the largest are halved; where all are single sentences,
+    the shortest ones share a batch. In evaluation the batches are the same ones for any number of processes, so that a
+    sentence is computed with the same others; where they do not come out even, some processes end with a batch of no
+    rows.
 
     Args:
         source_lengths: tokens of each row's source with the end token, [rows].
         target_lengths: tokens of each row's target with the end token, [rows].
         tokens: the budget of a batch.
-        shuffle: false for evaluation: the longest batches come first, so that memory runs out at once or never.
+        shuffle: false: the longest batches come first, so that memory runs out at once or never.
+        evaluation: whether batches may be empty rather than depend on the number of processes.
         seed: of the orders.
         rank: which process this is.
         world_size: how many there are.
 
     Raises:
-        UserError: there are fewer rows than processes.
+        UserError: there are fewer rows to train on than processes.
     """
 
     def __init__(
@@ -48,11 +51,12 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         *,
         tokens: int,
         shuffle: bool = True,
+        evaluation: bool = False,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if len(target_lengths) < world_size:
+        if len(target_lengths) < world_size and not evaluation:
             raise UserError(f"{len(target_lengths)} sentence pairs for {world_size} processes: use fewer devices")
         self._source_lengths = source_lengths
         self._target_lengths = target_lengths
@@ -61,13 +65,15 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         self._rank = rank
         self._world_size = world_size
         order = self._order(None)
-        self._cuts = _even(_cut(np.maximum(source_lengths, target_lengths)[order], tokens), world_size)
+        self._cuts = _cut(np.maximum(source_lengths, target_lengths)[order], tokens)
+        if not evaluation:
+            self._cuts = _even(self._cuts, world_size)
         self.epoch = 0
         self.position = 0
 
     def __len__(self) -> int:
         """Batches of an epoch for this process."""
-        return (len(self._cuts) - 1) // self._world_size
+        return -(-(len(self._cuts) - 1) // self._world_size)
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         """The batches of this epoch that are left after `position`."""
@@ -76,8 +82,11 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         batches = np.arange(len(self._cuts) - 1)[::-1]
         if generator is not None:
             batches = generator.permutation(batches)
-        for batch in batches[self._rank :: self._world_size][self.position :]:
+        mine = batches[self._rank :: self._world_size]
+        for batch in mine[self.position :]:
             yield rows[self._cuts[batch] : self._cuts[batch + 1]]
+        if len(mine) < len(self) and self.position < len(self):
+            yield rows[:0]
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch; a new one starts at its first batch."""

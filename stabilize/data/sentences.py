@@ -42,7 +42,7 @@ class Sentences:
     def padded(self, lines: NDArray[np.int64]) -> Tensor:
         """Some lines side by side, filled up with the pad token, [lines, longest], int64."""
         lengths = self.lengths[lines, None]
-        places = np.arange(lengths.max())
+        places = np.arange(lengths.max(initial=0))
         # A place past the end of the flat array is padding anyway.
         ids = self._ids.take(self._starts[lines, None] + places, mode="clip")
         return torch.from_numpy(np.where(places < lengths, ids, PAD).astype(np.int64))

@@ -16,13 +16,16 @@ from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 # More lines than this change the merges little and cost minutes: then every k-th line is used.
 TRAINING_LINES: Final = 1_000_000
 
+LINE_BREAKS: Final = str.maketrans("\n\r\0", "   ")
+"""What a model can spell with pieces that are single bytes, and nobody can write into a line of a file."""
+
 
 class Tokenizer:
-    """Text to ids and back: `decode(encode(text)) == text` for text with single spaces and known characters.
+    """Text to ids and back: `decode(encode(text)) == text` for one line with single spaces and known characters.
 
     Text is not normalised (SentencePiece's `identity`): the usual NFKC rules turn an ellipsis into three dots and a
-    superscript into a digit, so that a translation could never equal a reference that has them. Only repeated and
-    outer spaces are dropped.
+    superscript into a digit, so that a translation could never equal a reference that has them. Of each run of spaces
+    one is left, at the ends none; U+2581, by which SentencePiece writes a space, is read as one.
 
     Args:
         model: a serialised SentencePiece model with pad 0, unknown 1, begin 2 and end 3.
@@ -104,9 +107,9 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; pad, begin and end are dropped, the unknown token reads ` ⁇ `."""
+        """Text of ids, one line; pad, begin and end are dropped, the unknown token reads ` ⁇ `."""
         text: str = self._pieces.DecodeIds([int(i) for i in ids if i not in (PAD, BEGIN, END)])
-        return text
+        return text.translate(LINE_BREAKS)
 
     @property
     def vocabulary(self) -> int:

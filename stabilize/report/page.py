@@ -160,7 +160,7 @@ def _bleu(run: Run) -> Markup:
     test, best = run.last("test/bleu"), run.diary.best.get("val/bleu")
     signature = run.signature or "signature not in the folder"
     if test is not None:
-        return join(score(test), tag("small", "test"), tag("small", signature))
+        return join(score(test), tag("small", f"test{run.tested_part}"), tag("small", signature))
     if best is not None:
         return join(score(best[0]), tag("small", f"validation, update {best[1]:,}"), tag("small", signature))
     return tag("span", "none", class_="dim")

@@ -82,6 +82,13 @@ class Run:
         return str(known or "")
 
     @property
+    def tested_part(self) -> str:
+        """`, 160 of 1,000 lines` where only a part of the test text was translated."""
+        lines, total = self.tested.get("lines"), self.tested.get("of")
+        partly = isinstance(lines, int) and isinstance(total, int) and lines < total
+        return f", {lines:,} of {total:,} lines" if partly else ""
+
+    @property
     def cut_short(self) -> int | None:
         """Updates that a training was to make, where it ended before its last record of them was due."""
         planned = _mapping(self.config.get("trainer")).get("max_steps")

@@ -15,8 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from stabilize.data import Batch, ParallelText, SyntheticCorpus, Tokenizer, TranslationData
 from stabilize.data.loader import BatchLoader
+from stabilize.data.pairs import Pairs
 from stabilize.errors import UserError
 from stabilize.tokens import BEGIN, END, PAD
+from tests.tasks import Sentences
 
 ENGLISH = [f"a line with {'many ' * (k % 7)}words {k}" for k in range(60)]
 GERMAN = [f"eine Zeile mit {'vielen ' * (k % 5)}Wörtern {k}" for k in range(60)]
@@ -53,7 +55,7 @@ def test_batches_hold_the_ids(corpus: Path) -> None:
     module = ready(corpus)
     for batch in module.train_dataloader():
         assert batch.source.dtype == batch.target.dtype == batch.index.dtype == torch.int64
-        assert (batch.source_text, batch.target_text) == ((), ())
+        assert (batch.source_text, batch.references) == ((), ())
         for source, target, line in zip(*(rows.tolist() for rows in batch[:3]), strict=True):
             ids = [*module.tokenizer.encode(ENGLISH[line]), END]
             assert source == ids + [PAD] * (batch.source.size(1) - len(ids))
@@ -79,7 +81,20 @@ def test_evaluation_carries_the_text(corpus: Path) -> None:
     assert sorted(lines(module.test_dataloader())) == sorted(lines(module.predict_dataloader())) == list(range(9))
     for batch in module.test_dataloader():
         assert batch.source_text == tuple(ENGLISH[line] for line in batch.index)
-        assert batch.target_text == tuple(GERMAN[line] for line in batch.index)
+        assert batch.references == tuple((GERMAN[line],) for line in batch.index)
+
+
+def test_a_text_may_have_several_references() -> None:
+    """The first is the one that is learnt and whose tokens are scored; a part of the text has its part of all."""
+    text = Pairs(list(ENGLISH), list(GERMAN), (GERMAN[::-1], ["x"] * len(GERMAN))).first(5)
+    module = Sentences({"test": text})
+    module.setup("test")
+    (batch,) = module.test_dataloader()
+    assert sorted(batch.index.tolist()) == list(range(5))
+    for line, references, target in zip(batch.index.tolist(), batch.references, batch.target.tolist(), strict=True):
+        assert references == (GERMAN[line], GERMAN[::-1][line], "x")
+        ids = [BEGIN, *module.tokenizer.encode(GERMAN[line]), END]
+        assert target == ids + [PAD] * (len(target) - len(ids))
 
 
 def test_blank_pairs_are_dropped_together_and_counted(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

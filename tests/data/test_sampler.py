@@ -61,6 +61,20 @@ def test_two_ranks_share_101_sentences() -> None:
         assert len(orders) == 3
 
 
+@given(lengths, st.integers(1, 100), st.integers(2, 5))
+def test_evaluation_has_the_same_batches_at_any_number_of_processes(
+    pairs: list[tuple[int, int]], tokens: int, processes: int
+) -> None:
+    """Each once, and some processes one without rows, so that all have as many."""
+    alone = [batch.tolist() for batch in sampler(pairs, tokens=tokens, shuffle=False, evaluation=True)]
+    options = {"tokens": tokens, "shuffle": False, "evaluation": True, "world_size": processes}
+    shares = [sampler(pairs, rank=rank, **options) for rank in range(processes)]
+    together = [[batch.tolist() for batch in share] for share in shares]
+    assert {len(batches) for batches in together} == {len(share) for share in shares} == {-(-len(alone) // processes)}
+    dealt = [batch for turn in zip(*together, strict=True) for batch in turn]
+    assert dealt == alone + [[]] * (len(dealt) - len(alone))
+
+
 def test_seed_and_epoch_decide_the_order() -> None:
     pairs = [(1 + k % 7, 1 + k % 5) for k in range(200)]
     again = [rows(list(sampler(pairs, tokens=50, seed=seed))) for seed in (0, 0, 1)]
@@ -98,6 +112,7 @@ def test_the_limit_itself_fits() -> None:
 def test_fewer_rows_than_processes() -> None:
     with pytest.raises(UserError, match="3 sentence pairs for 4 processes"):
         sampler([(1, 1)] * 3, tokens=9, world_size=4)
+    assert rows(list(sampler([(1, 1)] * 3, tokens=9, world_size=4, rank=3, evaluation=True))) == []
 
 
 def test_goes_on_where_it_was() -> None:

@@ -1,0 +1,96 @@
+"""Real text from a small model to scores: the same at any number of processes, and the `sacrebleu` command's."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stabilize.data import ParallelText
+from stabilize.decoding import BeamSearch
+from stabilize.strategies import NoWarmup, Stabilizer
+from stabilize.task import TranslationTask
+from tests.tasks import small_trainer
+
+TEXTS = {
+    "multi30k": ("multi30k/train.{lang}.gz", "multi30k/test_2016_flickr.{lang}.gz"),
+    "wmt": ("wmt/wmt-mix-10k.train.{lang}.gz", "wmt/generaltest2022.en-de.{lang}.gz"),
+}
+
+
+def head(path: Path, count: int | None) -> list[bytes]:
+    with gzip.open(path) as file:
+        return list(itertools.islice(file, count))
+
+
+def part_of(shared: Path, folder: Path, name: str, learnt: int, new: int | None) -> None:
+    """Write train.{en,de}, the first lines of a text, and test.{en,de}: these, and lines that are new."""
+    for language in ("en", "de"):
+        train, test = (shared / path.format(lang=language) for path in TEXTS[name])
+        known = head(train, learnt)
+        (folder / f"train.{language}").write_bytes(b"".join(known))
+        (folder / f"test.{language}").write_bytes(b"".join(known + head(test, new)))
+
+
+def data(folder: Path, **options: Any) -> ParallelText:
+    train, test = (str(folder / f"{split}.{{lang}}") for split in ("train", "test"))
+    return ParallelText(train=train, validation=train, test=test, vocabulary=500, **options)
+
+
+def trained(folder: Path, updates: int) -> TranslationTask:
+    """A small model that knows its training text well enough to score something."""
+    shape = {"encoder_layers": 1, "decoder_layers": 1, "width": 64, "heads": 4, "hidden": 128, "dropout": 0.0}
+    adam = functools.partial(torch.optim.Adam, lr=5e-3)
+    search = BeamSearch(beam=3, maximum_ratio=1.5, maximum_extra=5)
+    task = TranslationTask(Stabilizer(warmup=NoWarmup()), optimizer=adam, label_smoothing=0.0, search=search, **shape)
+    trainer = small_trainer(folder / "training", max_steps=updates, log_every_n_steps=updates)
+    trainer.fit(task, datamodule=data(folder, batch_tokens=1000))
+    return task
+
+
+def sacrebleu_command(folder: Path) -> list[dict[str, Any]]:
+    """What the `sacrebleu` command says of a written output, every digit of it."""
+    command = [sys.executable, "-m", "sacrebleu", "../test.de", "-i", "translations/test.txt", "-w", "12"]
+    command += ["-m", "bleu", "chrf", "ter"]
+    said = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return json.loads(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "learnt", "new", "updates"),
+    [
+        ("multi30k", 30, 12, 80),
+        ("wmt", 12, 6, 60),
+        pytest.param("multi30k", 2000, None, 600, marks=pytest.mark.soak),
+        pytest.param("wmt", 1000, None, 600, marks=pytest.mark.soak),
+    ],
+)
+def test_any_number_of_processes_writes_the_same_files_and_scores_them_as_sacrebleu_does(
+    shared_data: Path, tmp_path: Path, name: str, learnt: int, new: int | None, updates: int
+) -> None:
+    part_of(shared_data, tmp_path, name, learnt, new)
+    task = trained(tmp_path, updates)
+    found = {}
+    for processes in (1, 2, 3):
+        folder = tmp_path / str(processes)
+        strategy = {"devices": processes, "strategy": "ddp_fork"} if processes > 1 else {}
+        text = data(folder.parent, evaluation_batch_tokens=2000)
+        text.given_tokenizer = task.tokenizer
+        small_trainer(folder, **strategy).test(task, datamodule=text, verbose=False)
+        found[processes] = [(folder / "translations" / file).read_bytes() for file in ("test.txt", "test.json")]
+    assert found[1] == found[2] == found[3]
+
+    facts = json.loads(found[1][1])
+    assert facts["lines"] == facts["of"] == len((tmp_path / "test.de").read_bytes().split(b"\n")) - 1
+    assert facts["scores"]["bleu"] > 1, "scores of nothing would say little"
+    for score, said in zip(("bleu", "chrf", "ter"), sacrebleu_command(tmp_path / "1"), strict=True):
+        assert f"{facts['scores'][score]:.12f}" == f"{said['score']:.12f}"
+        assert facts["signatures"][score] == said["signature"]
