@@ -19,6 +19,7 @@ VERBS = {
     "explain": "print what a config's stabiliser is and does, without training",
     "probe": "show what each layer does before training, for many strategies and depths",
     "compare": "carry out a study: a run for each strategy, depth, seed, and one table",
+    "average": "average the weights of several checkpoints into one",
     "export": "write a trained model for transformers, CTranslate2, or as safetensors",
     "bench": "measure what diagnostics cost",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
@@ -30,6 +31,7 @@ VERBS = {
 OWN = {
     "probe": ("probe", "look"),
     "compare": ("compare", "compare"),
+    "average": ("average", "write"),
     "export": ("export", "write"),
     "bench": ("bench", "measure"),
     "report": ("report", "write"),
