@@ -87,7 +87,7 @@ def _looked_at(path: Path) -> Saved | None:
     if "averaged" in saved:
         return None
     for key, state in saved.get("callbacks", {}).items():
-        # A file's own score is the one under its own name; `last.ckpt` has none.
+        # A file's own score is the last one under its own name; `last.ckpt` has none.
         ranked = state.get("best_k_models", {}) if isinstance(state, dict) else {}
         own = {Path(name).name: float(score) for name, score in ranked.items()}
         if path.name in own:

@@ -79,7 +79,6 @@ NOISE = (
     r"`ModelCheckpoint\(monitor=.*\)` could not find the monitored key",  # no validation yet; the last weights are kept
     r"The dirpath has changed from",  # each run has its own folder; what it goes on from stays where it is
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
-    r"You're using the WeightAveraging callback",  # which goes with any model of these, sharded ones left out
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
 
@@ -322,13 +321,13 @@ class Command(LightningCLI):
         return path
 
     def before_fit(self) -> None:
+        self._check_average(self._get(self.config_init, "test_average"))
         if self.trainer.is_global_zero:
             self.trainer.explain(self.model, self.datamodule)
         if self._get(self.config_init, "test_after_fit"):
             self.datamodule.setup("fit")
             if not self.datamodule.has("test"):
                 raise UserError("test_after_fit is true, but data gives no test text; --test_after_fit false would do")
-        self._check_average(self._get(self.config_init, "test_average"))
 
     def after_fit(self) -> None:
         fitted = dict(self.trainer.callback_metrics)
