@@ -237,11 +237,11 @@ def fast_tokenizer(tokenizer: Tokenizer) -> Any:
     fast = FastTokenizer(model)
     steps: list[Any] = [normalizers.Precompiled(rules.precompiled_charsmap)] if rules.precompiled_charsmap else []
     if rules.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     steps += [normalizers.Prepend("▁")] if rules.add_dummy_prefix else []
     steps += [normalizers.Replace(" ", "▁")]
     if rules.remove_extra_whitespaces:  # SentencePiece takes the mark itself for a space here
-        steps += [normalizers.Replace(Regex("▁+$"), "")]
+        steps += [normalizers.Replace(Regex(r"▁+\z"), "")]
     fast.normalizer = normalizers.Sequence(steps)
     end = tokenizer.pieces[END]
     fast.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, END)])
