@@ -10,6 +10,7 @@ from stabilize.callbacks.progress_bar import ProgressBar
 from stabilize.callbacks.progress_lines import ProgressLines
 from stabilize.callbacks.spike_guard import SpikeGuard
 from stabilize.callbacks.update_ratio import UpdateRatio
+from stabilize.callbacks.weight_average import WeightAverage
 
 __all__ = [
     "ActivationScale",
@@ -22,4 +23,5 @@ __all__ = [
     "ProgressLines",
     "SpikeGuard",
     "UpdateRatio",
+    "WeightAverage",
 ]

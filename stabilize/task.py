@@ -498,15 +498,22 @@ class TranslationTask(LightningModule):
     ) -> TranslationTask:
         """The task of a checkpoint, in a fresh process, without its data; `arguments` as for the class."""
         checkpoint = torch.load(checkpoint_path, map_location=map_location, weights_only=True)
-        saved = dict(checkpoint["task"])
-        for name in ("stabilizer", "decoder_stabilizer"):
-            saved[name] = Stabilizer.from_spec(saved[name]) if saved[name] else None
-        task = cls(**{**saved, **arguments})
-        task.tokenizer = Tokenizer(checkpoint["tokenizer"])
-        task._build(checkpoint["precision"])
+        tokenizer = Tokenizer(checkpoint["tokenizer"])
+        task = cls.from_spec(checkpoint["task"], tokenizer, checkpoint["precision"], **arguments)
         task.load_state_dict(checkpoint["state_dict"])
         task._prepared = checkpoint["global_step"] > 0
         return task.eval()
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any], tokenizer: Tokenizer, precision: str, **arguments: Any) -> TranslationTask:
+        """The task that `spec` describes, with new weights; `arguments` as for the class."""
+        saved = dict(spec)
+        for name in ("stabilizer", "decoder_stabilizer"):
+            saved[name] = Stabilizer.from_spec(saved[name]) if saved[name] else None
+        task = cls(**{**saved, **arguments})
+        task.tokenizer = tokenizer
+        task._build(precision)
+        return task
 
 
 def _from_one(factor: Callable[[int], float]) -> Callable[[int], float]:

@@ -42,6 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("checkpoint", "data", "decoding", "evaluation", "generators", "gradients", "loss", "metrics", "model"),
         *("precision", "strategies", "stats"),
     },
+    "averaging": {"checkpoint"},
+    "export": {"data", "model", "strategies", "task"},
 }
 MAY_IMPORT["commands"] = set(MAY_IMPORT)
 MAY_IMPORT["cli"] = {"commands"}

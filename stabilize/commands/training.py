@@ -34,7 +34,7 @@ from rich.console import Console
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
-from stabilize import checkpoint, kernels, plugins
+from stabilize import averaging, checkpoint, kernels, plugins
 from stabilize.callbacks import (
     ActivationScale,
     AttentionEntropy,
@@ -224,6 +224,7 @@ class Command(LightningCLI):
         parser.add_argument(
             "--test_after_fit", type=bool, default=False, help="test the final weights when fit is done."
         )
+        parser.add_class_arguments(averaging.Which, "test_average")
         parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
         parser.set_defaults({"checkpoint.save_last": True, "checkpoint.filename": "update_{step}"})
         parser.set_defaults({"checkpoint.auto_insert_metric_name": False})
@@ -322,6 +323,7 @@ class Command(LightningCLI):
         return path
 
     def before_fit(self) -> None:
+        self._check_average(self._get(self.config_init, "test_average"))
         if self.trainer.is_global_zero:
             self.trainer.explain(self.model, self.datamodule)
         if self._get(self.config_init, "test_after_fit"):
@@ -333,9 +335,36 @@ class Command(LightningCLI):
         fitted = dict(self.trainer.callback_metrics)
         try:
             if self._get(self.config_init, "test_after_fit") and not self.trainer.interrupted:
-                self.trainer.test(self.model, datamodule=self.datamodule, verbose=False)
+                tested = self._average(self._get(self.config_init, "test_average"))
+                self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=tested, verbose=False)
         finally:
             self._report(fitted)
+
+    def _check_average(self, which: averaging.Which) -> None:
+        """Refuse an average that nothing is done with, or of checkpoints that will not be there."""
+        saves, tests = self.trainer.checkpoint_callback, self._get(self.config_init, "test_after_fit")
+        if not which.count:
+            return
+        if not tests:
+            raise UserError(f"test_average is {which}, but test_after_fit is false; --test_after_fit true would do")
+        if not isinstance(saves, ModelCheckpoint) or 0 <= saves.save_top_k < which.count:
+            kept = saves.save_top_k if isinstance(saves, ModelCheckpoint) else 0
+            raise UserError(
+                f"test_average is {which}, but checkpoint.save_top_k is {kept}; "
+                f"--checkpoint.save_top_k {which.count} would do"
+            )
+
+    def _average(self, which: averaging.Which) -> Path | None:
+        """The checkpoint that the test after fit takes: an average where one is asked for; none: the final weights."""
+        if not which.count:
+            return None
+        place = Path(self.trainer.default_root_dir) / f"average_{str(which).replace(' ', '_')}.ckpt"
+        if self.trainer.is_global_zero:
+            chosen = averaging.choose(averaging.found([Path(self.trainer.checkpoint_callback.dirpath)]), which)
+            averaging.write(chosen, which, place)
+            print(f"tests the average of {len(chosen)} checkpoints, {place}", flush=True)
+        self.trainer.strategy.barrier()
+        return place
 
     def after_validate(self) -> None:
         self._report({})

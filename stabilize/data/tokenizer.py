@@ -112,6 +112,11 @@ class Tokenizer:
         return text.translate(LINE_BREAKS)
 
     @property
+    def pieces(self) -> list[str]:
+        """The text of each id, a space written as ▁."""
+        return [self._pieces.IdToPiece(number) for number in range(self.vocabulary)]
+
+    @property
     def vocabulary(self) -> int:
         """Number of ids."""
         return int(self._pieces.GetPieceSize())

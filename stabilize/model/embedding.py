@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -73,9 +73,13 @@ class Embedding(nn.Module):
                 f"a sentence of {start + length} tokens is longer than model.maximum_length, {self.position.size(0)}; "
                 "raise it, lower data.maximum_length, or use model.positions: sinusoidal"
             )
-        x = F.embedding(tokens, self.form(self.weight)) * self.scale + position.to(self.weight.dtype)
+        x = F.embedding(tokens, self.matrix()) * self.scale + position.to(self.weight.dtype)
         return kernels.dropout(x, self.dropout) if self.training else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """E h: `[..., width]` to `[..., vocabulary]`."""
-        return kernels.linear(hidden, self.form(self.weight))
+        return kernels.linear(hidden, self.matrix())
+
+    def matrix(self) -> Tensor:
+        """E in the form that it is computed with."""
+        return cast(Tensor, self.form(self.weight))

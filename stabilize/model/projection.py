@@ -45,9 +45,13 @@ class Projection(nn.Module):
         forms = [stabilizer.forms(rows, site, role) for role, rows in groups]
         self.forms = nn.ModuleList(forms if any(len(form) for form in forms) else [])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def matrix(self) -> tuple[Tensor, Tensor]:
+        """W in the form that it is computed with, and b, zero where a group has none."""
         bias = F.pad(self.bias, (0, self.unbiased)) if self.unbiased else self.bias
         if not self.forms:
-            return kernels.linear(x, self.weight, bias)
+            return self.weight, bias
         groups = self.weight.chunk(len(self.forms))
-        return kernels.linear(x, torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)]), bias)
+        return torch.cat([form(rows) for form, rows in zip(self.forms, groups, strict=True)]), bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.linear(x, *self.matrix())

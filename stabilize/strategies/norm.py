@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,24 @@ def _checked(key: str, value: float, will_do: bool, would_do: str) -> float:
     if not will_do:
         raise UserError(f"model.stabilizer.norm.{key} is {value}; {would_do} would do")
     return value
+
+
+class StandardNorm(NamedTuple):
+    """A norm that other toolkits have too, as numbers.
+
+    y = gain (x - mean) / sqrt(var + epsilon) + bias;  not centred: y = gain x / sqrt(mean(x^2) + epsilon)
+    """
+
+    centred: bool
+    gain: Tensor
+    bias: Tensor
+    """Zero where it is not centred."""
+    epsilon: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`x` `[..., width]` normed."""
+        x = x - x.mean(-1, keepdim=True) if self.centred else x
+        return self.gain * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon) + self.bias
 
 
 class Norm(Part):
@@ -58,6 +76,10 @@ class Norm(Part):
 
         `output` is what `forward` has made of `x`.
         """
+        return None
+
+    def standard(self) -> StandardNorm | None:
+        """This norm in the form that other toolkits have; none where it computes something else."""
         return None
 
 
@@ -99,6 +121,9 @@ class LayerNorm(Norm):
         kept = layer_norm_variance(output, self.epsilon)
         return _variance(x) if kept is None else kept.squeeze(-1)
 
+    def standard(self) -> StandardNorm:
+        return StandardNorm(True, self.gain, self.bias, self.epsilon)
+
 
 class RMSNorm(Norm):
     """Scale each position by its root mean square; no centring, no bias.
@@ -118,6 +143,9 @@ class RMSNorm(Norm):
 
     def guarded(self, x: Tensor, output: Tensor) -> Tensor:
         return x.float().square().mean(-1)
+
+    def standard(self) -> StandardNorm:
+        return StandardNorm(False, self.gain, torch.zeros_like(self.gain), self.epsilon)
 
 
 class ScaleNorm(Norm):
@@ -278,6 +306,10 @@ class ScaledLayerNorm(LayerNorm):
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         return super().forward(x, real) * self.share
+
+    def standard(self) -> StandardNorm:
+        whole = super().standard()
+        return whole._replace(gain=whole.gain * self.share, bias=whole.bias * self.share)
 
 
 # ---------------------------------------------------------------- statistics over the tokens of a batch

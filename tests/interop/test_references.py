@@ -17,6 +17,7 @@ from tests.checkout import ROOT
 
 PACKAGES = {
     "admin_torch": ["--no-deps", "admin-torch==0.1.0"],
+    "export": ["transformers==5.24.0", "ctranslate2==4.8.5", "safetensors==0.8.0"],
     "hyper_connections": ["hyper-connections==0.4.11"],
     "timm": ["--no-deps", "timm==1.0.31"],  # torchvision, which it asks for, is built for one build of torch
     "torchscale": ["--no-deps", "torchscale==0.3.0", "fairscale==0.4.13", "timm==0.6.13", "einops==0.8.2"],

@@ -1,0 +1,214 @@
+"""Means of checkpoints: which are taken, what the mean is, what is refused, and that the file is a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from stabilize import averaging, checkpoint
+from stabilize.averaging import Which
+from stabilize.checkpoint import DurableFiles
+from stabilize.cli import main
+from stabilize.errors import UserError
+from stabilize.strategies import PostNorm, PreNorm, Stabilizer
+from stabilize.task import TranslationTask
+
+TASK = {"stabilizer": Stabilizer(PreNorm()).spec(), "decoder_stabilizer": None, "width": 8}
+
+
+def saved(update: int, **other: Any) -> dict[str, Any]:
+    weights = {"w": torch.full((3,), float(update)), "half": torch.tensor(0.1, dtype=torch.bfloat16)}
+    counters = {"count": torch.tensor(update)}
+    whole = {"task": TASK, "tokenizer": b"pieces", "global_step": update, "state_dict": weights | counters}
+    return whole | {"optimizer_states": [{}], "lr_schedulers": [], "callbacks": {}} | other
+
+
+def ranked(path: Path, update: int, score: float, mode: str = "min", monitor: str = "val/nll") -> None:
+    """A file as ModelCheckpoint leaves it: it knows its own score and those of others."""
+    key = f"ModelCheckpoint{ {'monitor': monitor, 'mode': mode, 'every_n_train_steps': 0} }"
+    scores = {"run_before/update_1.ckpt": torch.tensor(-1.0), str(path): torch.tensor(score)}
+    state = {"monitor": monitor, "best_k_models": scores, "current_score": torch.tensor(99.0)}
+    DurableFiles().save_checkpoint(saved(update, callbacks={key: state, "Other": {"x": 1}}), path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Scores 3, 1, 4, 2 at updates 1 to 4, and the last state again as last.ckpt."""
+    folder = tmp_path / "run" / "checkpoints"
+    for update, score in enumerate((3.0, 1.0, 4.0, 2.0), 1):
+        ranked(folder / f"update_{update}.ckpt", update, score)
+    DurableFiles().save_checkpoint(torch.load(folder / "update_4.ckpt", weights_only=True), folder / "last.ckpt")
+    return folder.parent
+
+
+def chosen(run: Path, **which: int) -> list[int]:
+    return [one.update for one in averaging.choose(averaging.found([run]), Which(**which))]
+
+
+def test_the_newest_and_the_best_are_taken(run: Path) -> None:
+    assert chosen(run, last=2) == [4, 3]
+    assert chosen(run, best=2) == [4, 2]
+    assert chosen(run) == [4, 3, 2, 1]
+    for update, score in ((1, 3.0), (2, 1.0), (3, 4.0), (4, 2.0)):
+        ranked(run / "checkpoints" / f"update_{update}.ckpt", update, score, "max")
+    assert chosen(run, best=2) == [3, 1]
+    (run / "checkpoints" / "update_4.ckpt").unlink()
+    assert chosen(run, last=2) == [4, 3], "last.ckpt is a state like any other"
+    assert chosen(run, best=9) == [3, 2, 1], "but says no score of its own"
+
+
+def test_runs_that_went_on_are_taken_together(run: Path, tmp_path: Path) -> None:
+    ranked(tmp_path / "next" / "checkpoints" / "update_5.ckpt", 5, 0.5)
+    both = averaging.found([run, tmp_path / "next"])
+    assert [one.update for one in averaging.choose(both, Which(best=2))] == [5, 2]
+
+
+def test_the_mean_is_taken_in_float64_and_the_rest_from_the_newest(run: Path) -> None:
+    paths = [one.path for one in averaging.choose(averaging.found([run]), Which(best=3))]
+    mean = averaging.average(paths, Which(best=3))
+    assert mean["state_dict"]["w"].tolist() == pytest.approx([(4 + 2 + 1) / 3] * 3)
+    assert mean["state_dict"]["w"].dtype == torch.float32
+    assert mean["state_dict"]["half"].equal(torch.tensor(0.1, dtype=torch.bfloat16)), "of equal numbers that number"
+    assert mean["state_dict"]["count"] == 4
+    assert mean["global_step"] == 4
+    assert not {"optimizer_states", "lr_schedulers", "callbacks"} & mean.keys()
+    assert mean["averaged"]["which"] == "best 3"
+    assert [Path(file["file"]).name for file in mean["averaged"]["files"]] == [
+        "update_4.ckpt",
+        "update_2.ckpt",
+        "update_1.ckpt",
+    ]
+    assert mean["averaged"]["files"][1]["sha256"] == hashlib.sha256(paths[1].read_bytes()).hexdigest()
+
+
+def test_a_mean_in_float32_would_be_another(tmp_path: Path) -> None:
+    """1e8 and small numbers: float32 would lose them."""
+    for update, value in enumerate((1.0, 1e8, -1e8), 1):
+        weights = {"w": torch.tensor([value])}
+        DurableFiles().save_checkpoint(saved(update, state_dict=weights), tmp_path / f"{update}.ckpt")
+    mean = averaging.average([tmp_path / f"{update}.ckpt" for update in (2, 1, 3)], Which())
+    assert mean["state_dict"]["w"].item() == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        (
+            {"task": TASK | {"stabilizer": Stabilizer(PostNorm()).spec()}},
+            "of another model than .*update_4.*: model.stabilizer.placement is PostNorm there and PreNorm here",
+        ),
+        ({"task": TASK | {"width": 16}}, "model.width is 16 there and 8 here"),
+        ({"tokenizer": b"other"}, "has another tokenizer than"),
+        ({"state_dict": {"w": torch.zeros(4)}}, "has other weights than"),
+        ({"state_dict": saved(1)["state_dict"] | {"w": torch.full((3,), math.nan)}}, "weights that are not finite, w"),
+    ],
+)
+def test_checkpoints_that_do_not_go_together_are_refused_by_name(run: Path, other: dict[str, Any], why: str) -> None:
+    path = run / "checkpoints" / "update_1.ckpt"
+    DurableFiles().save_checkpoint(saved(1, **other), path)
+    with pytest.raises(UserError, match=why) as raised:
+        averaging.average([run / "checkpoints" / "update_4.ckpt", path], Which())
+    assert str(path) in str(raised.value)
+
+
+def test_which_cannot_be_told_is_refused(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="last 1 and best 2; one of them would do"):
+        Which(last=1, best=2)
+    with pytest.raises(UserError, match=r"average\.last is -1"):
+        Which(last=-1)
+    DurableFiles().save_checkpoint(saved(7), tmp_path / "alone.ckpt")
+    with pytest.raises(UserError, match="have no scores"):
+        averaging.choose(averaging.found([tmp_path / "alone.ckpt"]), Which(best=1))
+    ranked(run / "checkpoints" / "update_9.ckpt", 9, 30.0, "max", "val/bleu")
+    with pytest.raises(UserError, match=r"val/bleu \(highest best\) and val/nll \(lowest best\)"):
+        chosen(run, best=2)
+    (run / "checkpoints" / "update_2.ckpt").write_bytes(b"half of it")
+    with pytest.raises(UserError, match=r"update_2\.ckpt, which is damaged"):
+        averaging.found([run])
+
+
+# ---------------------------------------------------------------------- the commands
+
+TINY = """
+model:
+  encoder_layers: 1
+  decoder_layers: 1
+  width: 8
+  heads: 2
+  hidden: 8
+  search: {beam: 1, maximum_ratio: 0.1, maximum_extra: 2}
+  validation_search: {beam: 1, maximum_ratio: 0.1, maximum_extra: 2}
+data:
+  class_path: SyntheticCorpus
+  init_args: {train_pairs: 200, validation_pairs: 4, test_pairs: 4, vocabulary: 60, batch_tokens: 96}
+trainer: {accelerator: cpu, max_steps: 6, num_sanity_val_steps: 0, val_check_interval: 2, log_every_n_steps: 1}
+checkpoint: {save_top_k: 3}
+test_after_fit: true
+test_average: {best: 3}
+"""
+
+
+def test_from_the_run_to_the_test_of_its_average(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of the README: stabilize average, and test, predict and fit with what it wrote."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    assert main(["fit", "-c", "tiny.yaml"]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    mean = checkpoint.read(run / "average_best_3.ckpt")
+    states = [checkpoint.read(path)["state_dict"] for path in (run / "checkpoints").glob("update_*.ckpt")]
+    assert len(states) == 3
+    for name, value in mean["state_dict"].items():
+        torch.testing.assert_close(value, torch.stack([state[name] for state in states]).mean(0), msg=name)
+    facts = yaml.safe_load((run / "translations" / "test.json").read_text())
+    assert facts["checkpoint"] == f"runs/{run.name}/average_best_3.ckpt"
+
+    capsys.readouterr()
+    assert main(["average", str(run), "--best", "3", "--output", "average.ckpt"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == "average of 3: average.ckpt"
+    assert "update_6.ckpt: update 6, val/nll " in told[0]
+    again = checkpoint.read(tmp_path / "average.ckpt")["state_dict"]
+    assert all(value.equal(again[name]) for name, value in mean["state_dict"].items())
+    TranslationTask.load_from_checkpoint("average.ckpt")
+
+    config, weights = f"--config={run}/config.yaml", "--ckpt_path=average.ckpt"
+    assert main(["test", config, weights]) == 0
+    assert "tests the average" not in capsys.readouterr().out
+    *_, tested = sorted((tmp_path / "runs").iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
+    scores = yaml.safe_load((tested / "translations" / "test.json").read_text())["scores"]
+    assert scores == facts["scores"]
+    assert main(["predict", config, weights]) == 0
+    assert main(["average", str(run), "--last", "2", "--output", "average.ckpt"]) == 2
+    assert "--output average.ckpt is there already" in capsys.readouterr().err
+    assert main(["average", str(run), "--last", "5", "--output", "new.ckpt"]) == 2
+    assert "there are 3 to choose from" in capsys.readouterr().err
+    assert main(["average", str(run), "--output", "new.ckpt"]) == 2
+    assert "--last 5 or --best 5 would do" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--test_average.best=4"], "test_average is best 4, but checkpoint.save_top_k is 3"),
+        (["--test_after_fit=false"], "test_average is best 3, but test_after_fit is false"),
+    ],
+)
+def test_an_average_that_cannot_be_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    assert main(["fit", "-c", "tiny.yaml", *flags]) == 2
+    assert why in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*"))
