@@ -1,0 +1,60 @@
+"""What a callback knows of an update that is to be judged, now or later."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from stabilize import stats
+from stabilize.callbacks.rehearsal import block_of
+
+
+class _Given(NamedTuple):
+    """One of the batches of an update; the last two only where an update is judged before it is made."""
+
+    number: int
+    """In its epoch."""
+    sentences: Tensor | None
+    batch: Any = None
+    generators: dict[str, Any] | None = None
+
+
+@dataclass
+class WatchedUpdate:
+    """Loss, gradients and batches of an update."""
+
+    number: int
+    values: Tensor
+    """Loss and gradient norm, `[2]`."""
+    window: list[_Given] = field(default_factory=list)
+    norms: Tensor | None = None
+    """L2 norm of each gradient, on its device."""
+    weights: list[str] = field(default_factory=list)
+    """Which these are of, by name."""
+    learning_rate: Tensor | float = math.nan
+    deviations: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    """By how many standard deviations loss and gradient norm are off their means, once they are judged."""
+    layers: dict[str, float] | None = None
+    """L2 norm of the gradient of each layer, once somebody has asked."""
+
+    @staticmethod
+    def given(batch: Any, number: int, generators: dict[str, Any] | None) -> _Given:
+        """A batch as it is handed to `training_step`; without `generators` only its sentences are kept, not itself."""
+        index = batch.get("index") if isinstance(batch, dict) else getattr(batch, "index", None)
+        sentences = index if isinstance(index, Tensor) else None
+        return _Given(number, sentences, None if generators is None else batch, generators)
+
+    def by_layer(self) -> dict[str, float]:
+        """L2 norm of the gradient of each layer, see `block_of`; they come to the host when this is first asked."""
+        if self.layers is None:
+            squares: dict[str, float] = {}
+            norms = [] if self.norms is None else stats.whole(self.norms).tolist()
+            for name, norm in zip(self.weights, norms, strict=True):
+                block = block_of(name)
+                squares[block] = squares.get(block, 0.0) + norm * norm
+            self.layers = {block: math.sqrt(square) for block, square in squares.items()}
+            self.norms, self.weights = None, []
+        return self.layers
