@@ -263,6 +263,9 @@ class SpikeGuard(Monitor):
             self._snapshots = [*self._snapshots[-1:], snapshot]
         self._put_back = False
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._window = []  # `on_train_batch_start` may have ended the epoch, after which no batch is used
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._waiting:
             self._look(trainer)
@@ -532,7 +535,7 @@ class SpikeGuard(Monitor):
         first = next((rank["first_not_finite"] for rank in ranks if rank["first_not_finite"]), None)
         if first is None and alarm.kind == "not finite" and rehearsal is not None:
             broken = (name for name, norm in update.by_layer().items() if not math.isfinite(norm))
-            first = {"module": next(broken, None), "what": "gradient by its weights"}
+            first = {"module": next(broken, None), "what": "gradient by the weights"}
             first = first if first["module"] else None
         loss, norm = update.values.tolist()
         where = f", first in the {first['what']} of {first['module']}" if first else ""
