@@ -164,7 +164,7 @@ class SpikeGuard(Monitor):
         self._loss: Tensor | float = 0.0
         self._names: dict[Tensor, str] = {}
         self._window: list[Any] = []
-        self._buffers: dict[Tensor, tuple[int, Tensor]] = {}
+        self._buffers: list[Tensor] = []
         self._waiting: list[WatchedUpdate] = []
         self._lately: deque[WatchedUpdate] = deque(maxlen=every + PROFILE)
         self._snapshots: list[Snapshot] = []
@@ -216,7 +216,7 @@ class SpikeGuard(Monitor):
         if not self.every:
             return
         if self.acts and not self._window:
-            self._keep_buffers(pl_module)
+            self._buffers = [buffer.detach().clone() for buffer in pl_module.buffers()]
         before = generators.state() if self.acts else None
         self._window.append(WatchedUpdate.given(batch, batch_idx, before))
 
@@ -243,7 +243,7 @@ class SpikeGuard(Monitor):
                 torch.stack([torch.as_tensor(loss).to(norm), norm]),
                 window,
                 gradients.norms / scale,
-                [self._names[p] for p in gradients.parameters if p.grad is not None],
+                [self._names.get(p, "") for p in gradients.parameters if p.grad is not None],
                 learning_rate=optimizer.param_groups[0]["lr"],
             )
             self._waiting.append(update)
@@ -252,7 +252,7 @@ class SpikeGuard(Monitor):
             self._look(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not self.acts or self.policy != "rollback" or trainer.fit_loop._should_accumulate():
+        if not self.every or self.policy != "rollback" or trainer.fit_loop._should_accumulate():
             return
         update, rolled_back_at = step_of(trainer) + 1, self.progress["rolled_back_at"]
         if self._put_back and self._snapshots:
@@ -281,7 +281,7 @@ class SpikeGuard(Monitor):
 
     def _forget(self) -> None:
         """Let go of the model, and of an update that will not be finished."""
-        self._loss, self._waiting, self._window, self._buffers, self._names = 0.0, [], [], {}, {}
+        self._loss, self._waiting, self._window, self._buffers, self._names = 0.0, [], [], [], {}
 
     # ------------------------------------------------------------------ judging
 
@@ -305,6 +305,8 @@ class SpikeGuard(Monitor):
         kept = [update for update, passed in zip(updates, passed_over.tolist(), strict=True) if not passed]
         alarms += self._judge(kept)
         reason = self._answer(trainer, updates, alarms, alone)
+        for update in updates:
+            update.let_go()
         if reason or alone or not self.acts or alarms or self.is_due(trainer):
             self._send(trainer, updates[-1].number)
         else:
@@ -486,13 +488,6 @@ class SpikeGuard(Monitor):
         if self.learning_rate_factor < 1:
             slow_down(trainer, self.learning_rate_factor ** (progress["rollbacks"] - chosen.watched["rollbacks"]))
 
-    def _keep_buffers(self, pl_module: pl.LightningModule) -> None:
-        """Copy the buffers that have changed since they were copied."""
-        for buffer in pl_module.buffers():
-            kept = self._buffers.get(buffer)
-            if kept is None or kept[0] != buffer._version:
-                self._buffers[buffer] = buffer._version, buffer.detach().clone()
-
     def _drop(self, trainer: pl.Trainer, update: WatchedUpdate) -> Rehearsal:
         """Let the update that is being made change nothing, and run its batches once more to see what was wrong."""
         pl_module = trainer.lightning_module
@@ -508,9 +503,8 @@ class SpikeGuard(Monitor):
     def _let_go(self, pl_module: pl.LightningModule) -> None:
         drop = getattr(pl_module, "drop_update", pl_module.zero_grad)
         drop()
-        for buffer, (version, before) in self._buffers.items():
-            if buffer._version != version:
-                buffer.detach().copy_(before)
+        for buffer, before in zip(pl_module.buffers(), self._buffers, strict=True):
+            buffer.detach().copy_(before)
 
     # ------------------------------------------------------------------ telling
 
@@ -530,8 +524,7 @@ class SpikeGuard(Monitor):
             torch.distributed.all_gather_object(ranks, ranks[0])
         profile = []
         if together or trainer.world_size == 1:  # to put shards together takes all ranks
-            near = [one for one in self._lately if 0 <= update.number - one.number < PROFILE]
-            profile = [{"update": one.number, "gradient_norm": one.by_layer()} for one in near]
+            profile = [{"update": one.number, "gradient_norm": one.by_layer()} for one in self._until(update)]
         first = next((rank["first_not_finite"] for rank in ranks if rank["first_not_finite"]), None)
         if first is None and alarm.kind == "not finite" and rehearsal is not None:
             broken = (name for name, norm in update.by_layer().items() if not math.isfinite(norm))
@@ -561,7 +554,7 @@ class SpikeGuard(Monitor):
     def _of_this_rank(self, trainer: pl.Trainer, update: WatchedUpdate, rehearsal: Rehearsal | None) -> dict[str, Any]:
         """The batches that this rank had in an update, their sentences, and what was wrong in them."""
         first = rehearsal.first if rehearsal else None
-        sentences = [None if given.sentences is None else given.sentences.tolist() for given in update.window]
+        sentences = update.sentences
         told = sentences if first is None else [sentences[first["batch"]]]
         lines = [line for batch in told for line in batch or ()][:TEXTS]
         written = getattr(getattr(trainer, "datamodule", None), "written", None)
@@ -570,12 +563,19 @@ class SpikeGuard(Monitor):
             "rank": trainer.global_rank,
             "batches": [given.number for given in update.window],
             "sentences": sentences,
+            "earlier": [
+                {"update": one.number, "sentences": one.sentences} for one in self._until(update) if one is not update
+            ],
             "texts": [
                 {"sentence": line, "source": source, "target": target}
                 for line, (source, target) in zip(lines, pairs, strict=False)
             ],
             "first_not_finite": first and {"rank": trainer.global_rank, **first},
         }
+
+    def _until(self, update: WatchedUpdate) -> list[WatchedUpdate]:
+        """The update and those shortly before it."""
+        return [one for one in self._lately if 0 <= update.number - one.number < PROFILE]
 
     def _last_checkpoint(self, trainer: pl.Trainer) -> str:
         """Where to go on from, in words."""

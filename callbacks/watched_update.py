@@ -47,6 +47,15 @@ class WatchedUpdate:
         sentences = index if isinstance(index, Tensor) else None
         return _Given(number, sentences, None if generators is None else batch, generators)
 
+    @property
+    def sentences(self) -> list[list[int] | None]:
+        """Numbers of the sentences of each batch, where a batch says them."""
+        return [None if given.sentences is None else given.sentences.tolist() for given in self.window]
+
+    def let_go(self) -> None:
+        """Keep no batch any longer, but its sentences."""
+        self.window = [given._replace(batch=None, generators=None) for given in self.window]
+
     def by_layer(self) -> dict[str, float]:
         """L2 norm of the gradient of each layer, see `block_of`; they come to the host when this is first asked."""
         if self.layers is None:

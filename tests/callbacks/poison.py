@@ -149,3 +149,10 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 def _no_json(name: str) -> None:
     raise AssertionError(f"{name} is no JSON")
+
+
+class Ending(pl.Callback):
+    """Writes the weights that each rank ends with."""
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        torch.save(pl_module.state_dict(), Path(trainer.default_root_dir) / f"rank_{trainer.global_rank}.pt")
