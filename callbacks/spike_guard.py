@@ -169,6 +169,7 @@ class SpikeGuard(Monitor):
         self._lately: deque[WatchedUpdate] = deque(maxlen=every + PROFILE)
         self._snapshots: list[Snapshot] = []
         self._put_back = False
+        self._ranks = 1
         self._events: list[dict[str, Any]] = []
         self._unsent: int | None = None
 
@@ -183,6 +184,7 @@ class SpikeGuard(Monitor):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        self._ranks = trainer.world_size
         if self.every and self.policy == "rollback" and isinstance(trainer.strategy, ModelParallelStrategy):
             raise UserError(
                 "policy: rollback keeps whole copies of the weights, which ModelParallelStrategy shards; "
@@ -193,16 +195,21 @@ class SpikeGuard(Monitor):
         return super().state_dict() | {
             "progress": copy.deepcopy(self.progress),
             "waiting": [(update.number, update.values.tolist()) for update in self._waiting],
-            "lately": [(update.number, update.by_layer()) for update in self._lately],
+            "lately": [update.state() for update in self._lately],
             "snapshots": [dict(vars(snapshot)) for snapshot in self._snapshots],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.progress |= copy.deepcopy(state_dict["progress"])
-        self._waiting = [WatchedUpdate(update, torch.tensor(values)) for update, values in state_dict["waiting"]]
-        known = state_dict.get("lately", [])  # none before there were, and so with snapshots
-        self._lately.extend(WatchedUpdate(update, torch.tensor([]), layers=layers) for update, layers in known)
+        # Of several ranks the checkpoint has the first one's batches.
+        known = [WatchedUpdate.from_state(state, self._ranks == 1) for state in state_dict.get("lately", [])]
+        self._lately.extend(known)
+        by_number = {update.number: update for update in known}
+        for update, values in state_dict["waiting"]:
+            waits = by_number.get(update) or WatchedUpdate(update, torch.zeros(2))
+            waits.values = torch.tensor(values)
+            self._waiting.append(waits)
         self._snapshots = [Snapshot(**snapshot) for snapshot in state_dict.get("snapshots", [])]
 
     # ------------------------------------------------------------------ watching

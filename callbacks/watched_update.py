@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from stabilize import stats
@@ -51,6 +52,19 @@ class WatchedUpdate:
     def sentences(self) -> list[list[int] | None]:
         """Numbers of the sentences of each batch, where a batch says them."""
         return [None if given.sentences is None else given.sentences.tolist() for given in self.window]
+
+    def state(self) -> dict[str, Any]:
+        """All but the values, in plain ones; checkpoints hold it."""
+        batches = [(given.number, ids) for given, ids in zip(self.window, self.sentences, strict=True)]
+        return {"number": self.number, "layers": self.by_layer(), "batches": batches}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any], batches: bool) -> Self:
+        """An update before a checkpoint, with its `batches` or without."""
+        window = [
+            _Given(number, None if ids is None else torch.tensor(ids)) for number, ids in state["batches"] if batches
+        ]
+        return cls(state["number"], torch.full((2,), math.nan), window, layers=state["layers"])
 
     def let_go(self) -> None:
         """Keep no batch any longer, but its sentences."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import statistics
@@ -12,14 +13,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
 from stabilize.callbacks import SpikeGuard
+from stabilize.callbacks.events import COLUMNS
 from stabilize.callbacks.rehearsal import block_of
 from stabilize.callbacks.snapshot import Snapshot, slow_down
 from stabilize.callbacks.spike_guard import OVERFLOWS, PROFILE
+from stabilize.commands import training
 from stabilize.errors import TrainingStoppedError, UserError
 from stabilize.strategies import (
     GlobalNorm,
@@ -31,6 +35,7 @@ from stabilize.strategies import (
     Stabilizer,
     ZClip,
 )
+from tests import wandb_file
 from tests.callbacks.poison import ADAM, POISONED, Ending, Infinite, Poison, Trail, batches, equal, events, train
 from tests.callbacks.test_spike_guard import Scripted, curve, run
 from tests.callbacks.tiny import hooks, loader, records, trainer
@@ -282,10 +287,9 @@ def test_overflows_that_do_not_end_are_told_with_the_scale(tmp_path: Path, polic
 # ---------------------------------------------------------------------- several processes
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path, policy: str) -> None:
+def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path) -> None:
     """Both keep the same weights; the event has all their sentences, and says whose were bad (FIELD_REPORTS 1.13)."""
-    watching, poison = guard(policy), Poison({3: "nan"}, rank=1)
+    watching, poison = guard("rollback"), Poison({4: "nan"}, rank=1)
     options = {"max_steps": 5, "devices": 2, "strategy": "ddp_spawn"}
     task = small_task(optimizer=ADAM)
     small_trainer(tmp_path, watching, poison, Ending(), **options).fit(task, datamodule=Sentences(batch_tokens=20))
@@ -293,7 +297,7 @@ def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path, policy: str) 
     assert equal(first, second)
     assert all(weight.isfinite().all() for weight in first.values())
     (event,) = events(tmp_path)
-    assert event["update"] == 3
+    assert (event["update"], event["back_to"]) == (4, 1)
     assert event["first_not_finite"] == {
         "rank": 1, "batch": 0, "module": f"model.{POISONED}", "what": "output"
     }  # fmt: skip
@@ -309,7 +313,7 @@ def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path, policy: str) 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("at", [3, 5, 6, 9])
+@pytest.mark.parametrize("at", [5, 9])
 def test_a_resumed_run_does_the_same(tmp_path: Path, policy: str, at: int) -> None:
     """Before the bad updates, at one of them, and between; a rollback goes back to a snapshot of before the resume."""
     poison = {6: "nan", 10: "infinite"}
@@ -388,6 +392,21 @@ def test_the_fields_of_an_event_are_those_of_the_readme(tmp_path: Path) -> None:
     assert said == list(event)
     assert event["loss"] == "nan"
     assert math.isnan(float(event["loss"]))
+
+
+def test_weights_and_biases_gets_a_table_of_all_events(tmp_path: Path) -> None:
+    logger = training.wandb_logger(tmp_path, "offline")
+    train(tmp_path, batches(8), guard(), Poison({3: "nan", 6: "nan"}), logger=logger)
+    wandb.finish()
+    wandb.teardown()
+    tables = [
+        json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-*/files/media/table/events_*.table.json")
+    ]
+    (whole,) = (table for table in tables if len(table["data"]) == 2)
+    found = [dict(zip(whole["columns"], row, strict=True)) for row in whole["data"]]
+    assert found == [{name: str(event[name]) for name in COLUMNS} for event in events(tmp_path)]
+    row = [row for row in wandb_file.history(tmp_path) if "stability/skipped_updates" in row][-1]
+    assert (row["trainer/global_step"], row["stability/skipped_updates"]) == (7, 2)
 
 
 def test_a_report_has_the_sentences_of_each_jump(tmp_path: Path, capsys: Any) -> None:
