@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from stabilize.errors import UserError
+from stabilize.errors import TrainingStoppedError, UserError
 
 VERBS = {
     "fit": "train, and where asked test the result",
@@ -58,7 +58,8 @@ first run: stabilize fit -c configs/quickstart.yaml"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code is 0, 2 for what the user can mend, 1 for the rest, 130 after Ctrl-C.
+    """Run the command line; the exit code is 0, 2 for what the user can mend, 3 for a training that the spike guard has
+    stopped, 1 for the rest, 130 after Ctrl-C.
 
     141 means that whoever read the output went away, as `head` does.
     """
@@ -74,6 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except TrainingStoppedError as end:
+        print(f"stopped: {end}", file=sys.stderr)
+        return 3
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:

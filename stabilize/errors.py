@@ -10,6 +10,13 @@ class UserError(Exception):
     """
 
 
+class TrainingStoppedError(Exception):
+    """Training was ended because it cannot go on well; one sentence says what was seen and what would do.
+
+    The command line prints it without a traceback and exits with code 3.
+    """
+
+
 def at_least(group: str, **numbers: tuple[float, float]) -> None:
     """Check settings of `group`, each given as (value, least).
 

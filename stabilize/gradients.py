@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
+import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 
@@ -21,7 +21,8 @@ class Gradients:
     def __init__(self, parameters: Sequence[Tensor], classifier: Tensor | None = None) -> None:
         self.parameters = parameters
         self.classifier = classifier
-        self._norm: tuple[list[tuple[int, int]], Tensor] | None = None
+        self._stand: list[tuple[int, int]] = []
+        self._norms, self._norm = torch.zeros(0), torch.zeros(())
 
     @classmethod
     def of(cls, optimizer: Optimizer, classifier: Tensor | None = None) -> Self:
@@ -34,10 +35,22 @@ class Gradients:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     @property
+    def norms(self) -> Tensor:
+        """L2 norm of each that is there, `[there]`."""
+        self._measure()
+        return self._norms
+
+    @property
     def norm(self) -> Tensor:
-        """L2 norm of all together, a scalar; taken once, whoever asks, until a gradient changes."""
+        """L2 norm of all together, a scalar."""
+        self._measure()
+        return self._norm
+
+    def _measure(self) -> None:
+        """Take the norms, once, whoever asks, until a gradient changes."""
         gradients = self.there
         stand = [(id(gradient), gradient._version) for gradient in gradients]
-        if self._norm is None or self._norm[0] != stand:
-            self._norm = stand, get_total_norm(gradients)
-        return self._norm[1]
+        if self._stand != stand:
+            each = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
+            self._stand, self._norms = stand, torch.stack([norm.to(each[0].device) for norm in each])
+            self._norm = torch.linalg.vector_norm(self._norms)

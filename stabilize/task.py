@@ -282,12 +282,15 @@ class TranslationTask(LightningModule):
         if not self._logs_this_update:
             return
         loss, nll, tokens = self._over_ranks(self._tally.since_log(self.device)).tolist()
-        loss, nll = loss / max(tokens, 1), nll / max(tokens, 1)
         self._tokens_seen += int(tokens)
-        self.log_dict({"train/loss": loss, "train/nll": nll}, prog_bar=True)
+        if tokens:
+            loss, nll = loss / tokens, nll / tokens
+            self.log_dict({"train/loss": loss, "train/nll": nll}, prog_bar=True)
+            self.log("train/perplexity", math.exp(min(nll, 700.0)))
+        else:
+            self._log_none_of("train/loss", "train/nll", "train/perplexity")
         self.log_dict(
             {
-                "train/perplexity": math.exp(min(nll, 700.0)),
                 "train/tokens": float(self._tokens_seen),
                 "train/tokens_per_second": tokens / self._tally.restart(),
                 "lr": optimizer.param_groups[0]["lr"],
@@ -304,7 +307,9 @@ class TranslationTask(LightningModule):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
             self.clipping.clip(self.gradients)
-        if self._logs_this_update:
+        if not self.gradients.there:
+            self._log_none_of("gradient_norm/total_clipped")
+        elif self._logs_this_update:
             self.log("gradient_norm/total_clipped", get_total_norm(self.gradients.there))
 
     def optimizer_step(
@@ -320,9 +325,24 @@ class TranslationTask(LightningModule):
             return loss if self.gradients.there else None
 
         super().optimizer_step(epoch, batch_idx, optimizer, closure)
+        if not self.gradients.there:
+            return
         update = self.trainer.global_step + 1  # Lightning counts it when this hook is done
         for part in self._moved:
             part.after_update(update)
+
+    def drop_update(self) -> None:
+        """Let the update that is being made change nothing: no weight, no running statistics, no logged loss."""
+        self.zero_grad()
+        self._tally.drop()
+        for part in self._moved:
+            part.drop_update()
+
+    def _log_none_of(self, *names: str) -> None:
+        """Leave numbers out of the record of this update, where Lightning would put their last values again."""
+        for metric in (self.trainer._results or {}).values():
+            if metric.meta.name in names:
+                metric.reset()
 
     @property
     def _logs_this_update(self) -> bool:
@@ -529,12 +549,16 @@ class _Tally:
         """Loss and nll since the last log."""
         self.tokens = 0
         """Tokens since the last log."""
+        self.before: tuple[Tensor, int] = (self.losses, 0)
+        """Both without the last update."""
         self.window: tuple[Tensor, int] = (torch.zeros((), dtype=torch.float64), 0)
         """Loss and tokens of the update."""
         self.clock = time.monotonic()
 
     def add(self, loss: Tensor, nll: Tensor, tokens: int) -> None:
         """Take in a batch."""
+        if not self.window[1]:
+            self.before = self.losses, self.tokens
         losses = torch.stack([loss.double(), nll.double()])
         self.losses = self.losses.to(losses.device) + losses
         self.tokens += tokens
@@ -544,6 +568,11 @@ class _Tally:
         """End the update; its loss and tokens `[2]`."""
         (loss, tokens), self.window = self.window, (torch.zeros((), dtype=torch.float64), 0)
         return torch.stack([loss.to(device), torch.tensor(tokens, dtype=torch.float64, device=device)])
+
+    def drop(self) -> None:
+        """Forget the last update."""
+        self.losses, self.tokens = self.before
+        self.window = (torch.zeros((), dtype=torch.float64), 0)
 
     def since_log(self, device: torch.device) -> Tensor:
         """Loss, nll and tokens `[3]` since the last log."""

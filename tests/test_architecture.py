@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"model"},
     "evaluation": {"metrics", "data"},
     "probe": {"model", "strategies", "stats"},
-    "callbacks": {"findings", "gradients", "precision", "stats"},
+    "callbacks": {"findings", "generators", "gradients", "precision", "stats"},
     "checkpoint": set(),
     "task": {
         *("checkpoint", "data", "decoding", "evaluation", "generators", "gradients", "loss", "metrics", "model"),

@@ -129,7 +129,7 @@ def test_an_update_without_targets_moves_nothing(tmp_path: Path, precision: dict
     assert any(not third[name].equal(second[name]) for name in first)
     assert all(weight.isfinite().all() for weight in third.values())
     assert trainer.global_step == 3
-    assert curve(tmp_path, "train/loss")[1] == 0
+    assert curve(tmp_path, "train/loss").keys() == {0, 2}
     assert curve(tmp_path, "train/tokens") == {0: tokens_in(BATCH), 1: tokens_in(BATCH), 2: 2 * tokens_in(BATCH)}
     assert all(math.isfinite(value) for row in rows(tmp_path) for value in row.values())
 

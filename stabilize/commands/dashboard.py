@@ -47,6 +47,7 @@ CURVES: dict[str, list[dict[str, Any]]] = {
         {"title": "gradient norm before clipping", "y": ["gradient_norm/total"], "log_y": True},
         {"title": "gradient norm after clipping", "y": ["gradient_norm/total_clipped"], "log_y": True},
         {"title": "SpikeScore", "y": ["stability/spike_score/loss", "stability/spike_score/gradient_norm"]},
+        {"title": "dropped updates, rollbacks", "y": ["stability/skipped_updates", "stability/rollbacks"]},
         {"title": "learning rate", "y": ["lr"]},
     ],
     "Gradient": [

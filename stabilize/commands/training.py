@@ -53,7 +53,7 @@ from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_na
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
-from stabilize.errors import UserError, at_least
+from stabilize.errors import TrainingStoppedError, UserError, at_least
 from stabilize.task import TranslationTask
 
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
@@ -488,16 +488,18 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
 
     Raises:
         UserError: what a library or another process of the run refused.
+        TrainingStoppedError: the spike guard of another process of the run ended it.
     """
     try:
         command(arguments)
     except SIGTERMException:
         return 128 + signal.SIGTERM
     except ProcessRaisedException as error:  # of ddp_spawn, whose processes hand on their traceback as text
-        told = str(error).strip().rpartition(f"{UserError.__module__}.{UserError.__name__}: ")
-        if not told[1]:
-            raise
-        raise UserError(told[2]) from None
+        for kind in (UserError, TrainingStoppedError):
+            _, name, told = str(error).strip().rpartition(f"{kind.__module__}.{kind.__name__}: ")
+            if name:
+                raise kind(told) from None
+        raise
     except MisconfigurationException as error:
         raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
     except SystemExit as end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -129,6 +130,12 @@ class TranslationData(LightningDataModule, ABC):
     def has(self, split: Split) -> bool:
         """Whether there is text of a split, known after `setup`."""
         return split in self._splits
+
+    def written(self, lines: Sequence[int]) -> list[tuple[str, str]]:
+        """Source and target of some lines of the training text, as a model reads them."""
+        sides = self._splits["train"].tokens(np.array(lines))
+        source, target = ([self.tokenizer.decode(ids.tolist()) for ids in side] for side in sides)
+        return list(zip(source, target, strict=True))
 
     @property
     def longest_line(self) -> int:

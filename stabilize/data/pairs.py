@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
@@ -69,6 +70,10 @@ class TokenizedPairs(Dataset[Batch]):
             source_text=tuple(self._text.source[line] for line in lines) if self._text else (),
             references=tuple(map(self._text.references, lines)) if self._text else (),
         )
+
+    def tokens(self, lines: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Ids of the source and of the target of some lines, each `[lines, longest]` with its end tokens."""
+        return self._source.padded(lines), self._target.padded(lines)
 
     @property
     def source_lengths(self) -> NDArray[np.int64]:

@@ -486,6 +486,9 @@ class PowerNorm(BatchStatistics):
             nu = self.nu * (1 - share * squares) + share * products
             self.nu.copy_(torch.where(nu.isfinite(), nu, self.nu))  # a half-precision gradient may have overflowed
 
+    def drop_update(self) -> None:
+        self.gathered.grad = None
+
 
 class PowerScaling(torch.autograd.Function):
     """scale x, with PowerNorm's backward pass, where nu stands for what the batch's statistics would pass on.

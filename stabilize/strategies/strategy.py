@@ -124,3 +124,6 @@ class Part(Strategy, nn.Module):
 
     def after_update(self, update: int) -> None:
         """Once after each update of the optimiser, `update` counted from 1."""
+
+    def drop_update(self) -> None:
+        """In place of `after_update` where an update is not made: forget what was gathered for it in the backward."""

@@ -350,7 +350,9 @@ def documented() -> list[str]:
     kinds = {r"\{stack\}": "(encoder|decoder)", r"\{role\}": "(self_attention|cross_attention|feed_forward)", "…": ".+"}
     patterns = []
     for key in keys:
-        if not key.startswith(("val", "test", "stability/diverged_at", "attention_entropy.", "gradient_ratio.")):
+        if not key.startswith(
+            ("val", "test", "stability/diverged_at", "stability/rollbacks", "attention_entropy.", "gradient_ratio.")
+        ):
             pattern = re.escape(key)
             for name, expression in kinds.items():
                 pattern = pattern.replace(name, expression)

@@ -565,6 +565,26 @@ def test_half_precision_on_a_cpu_is_said_to_be_another(here: Path) -> None:
     assert "fp16 is not supported on CPU. Using `precision='bf16-mixed'` instead" in said
 
 
+def test_a_run_that_the_guard_stops_ends_with_three_and_a_sentence(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison = {"class_path": "tests.callbacks.poison.Poison", "init_args": {"updates": {"3": "nan"}}}
+    saves = ["--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null"]
+    flags = [f"--trainer.callbacks+={json.dumps(poison)}", "--trainer.max_steps=6", "--spike_guard.policy=stop"]
+    assert main(["fit", "-c", "tiny.yaml", *saves, *flags]) == 3
+    (folder,) = here.glob("runs/*")
+    last = folder / "checkpoints" / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("stopped: update 3: the loss is nan, first in the output of model.decoder.layers.0.")
+    assert said.endswith(f"; the last checkpoint is {last.relative_to(here)}")
+    (event,) = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+    assert (event["update"], event["kind"], event["action"]) == (3, "not finite", "stopped")
+    assert len(event["ranks"][0]["texts"]) == len(event["ranks"][0]["sentences"][0])
+    assert json.loads((folder / "summary.json").read_text())["stability/verdict"] == "diverged at update 3"
+    assert main(["fit", "-c", str(folder / "config.yaml"), "--ckpt_path", str(last), "--trainer.max_steps=4"]) == 3
+
+
 SIGNALS = pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 
 
