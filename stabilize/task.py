@@ -60,7 +60,7 @@ class TranslationTask(LightningModule):
         z_loss: weight of the squared logarithm of the softmax's denominator in the loss; PaLM uses 1e-4.
         search: for `test` and `predict`.
         validation_search: for the checks during training.
-        scores: of `test`: `bleu`, `chrf`, `chrf++`, `ter`; TER takes up to 25 ms a line.
+        scores: of `test`: `bleu`, `chrf`, `chrf++`, `ter`, which takes longer than all others.
         validation_scores: of the checks during training.
         bleu_tokenizer: sacreBLEU's name of what splits words for BLEU: `13a`, `zh`, `intl`, `char`, ...
         samples: translations shown in the sample table.

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from stabilize.commands.translate import Translator
 from stabilize.data import ParallelText
 from stabilize.decoding import BeamSearch
 from stabilize.strategies import NoWarmup, Stabilizer
@@ -73,7 +74,7 @@ def sacrebleu_command(folder: Path) -> list[dict[str, Any]]:
         pytest.param("wmt", 1000, None, 600, marks=pytest.mark.soak),
     ],
 )
-def test_any_number_of_processes_writes_the_same_files_and_scores_them_as_sacrebleu_does(
+def test_batches_and_processes_change_no_byte_and_scores_are_those_of_the_sacrebleu_command(
     shared_data: Path, tmp_path: Path, name: str, learnt: int, new: int | None, updates: int
 ) -> None:
     part_of(shared_data, tmp_path, name, learnt, new)
@@ -87,6 +88,10 @@ def test_any_number_of_processes_writes_the_same_files_and_scores_them_as_sacreb
         small_trainer(folder, **strategy).test(task, datamodule=text, verbose=False)
         found[processes] = [(folder / "translations" / file).read_bytes() for file in ("test.txt", "test.json")]
     assert found[1] == found[2] == found[3]
+
+    one_by_one = Translator(task.eval(), task.search, count=1, batch_tokens=1, longest=1024)
+    sources = (tmp_path / "test.en").read_bytes().split(b"\n")[:-1]
+    assert "".join(f"{text}\n" for ((text, _),) in one_by_one(sources)).encode() == found[1][0]
 
     facts = json.loads(found[1][1])
     assert facts["lines"] == facts["of"] == len((tmp_path / "test.de").read_bytes().split(b"\n")) - 1

@@ -104,7 +104,11 @@ def score(words: list[str]) -> int:
         "--reference", action="append", required=True, help="a file of references; once for each that a line has"
     )
     parser.add_argument(
-        "--scores", nargs="+", choices=SCORES, default=SCORES, help="which (default: all; TER takes up to 25 ms a line)"
+        "--scores",
+        nargs="+",
+        choices=SCORES,
+        default=SCORES,
+        help="which (default: all; ter takes longer than all others)",
     )
     parser.add_argument("--bleu_tokenizer", default="13a", help="13a, zh, intl, char, ... (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="write every digit, as JSON")
