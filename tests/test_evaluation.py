@@ -1,4 +1,4 @@
-"""Scores and translations of a pass over evaluation text."""
+"""Scores and translations of a pass over evaluation text (FIELD_REPORTS 4.2 to 4.5, 4.8, 4.10)."""
 
 from __future__ import annotations
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from stabilize import plugins
+from stabilize.commands.weights import load
 from stabilize.commands.words import Parser
-from stabilize.errors import UserError
-
-if TYPE_CHECKING:
-    from stabilize.task import TranslationTask
 
 ABOUT = """Write a trained model and its tokenizer into a new folder, for transformers, for CTranslate2, or as
 safetensors. Scales of residuals, and weights that are computed from others, are folded in. What was written is run in
@@ -37,24 +31,3 @@ def write(words: list[str]) -> int:
         "random sentence pairs"
     )
     return 0
-
-
-def load(path: Path) -> TranslationTask:
-    """The task of a checkpoint.
-
-    Raises:
-        UserError: there is none, it is damaged, or a strategy of it is not installed.
-    """
-    from stabilize import checkpoint
-    from stabilize.task import TranslationTask
-
-    for group in plugins.GROUPS:
-        plugins.load(group)
-    sys.path += [str(Path.cwd())] if str(Path.cwd()) not in sys.path else []
-    checkpoint.read(path)
-    try:
-        return TranslationTask.load_from_checkpoint(path)
-    except (ImportError, AttributeError, TypeError) as error:
-        raise UserError(
-            f"{path} needs a strategy that is not here: {error}; install the package that has it"
-        ) from error

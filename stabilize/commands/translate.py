@@ -16,6 +16,7 @@ from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 
 from stabilize import checkpoint, kernels
+from stabilize.commands.weights import load
 from stabilize.commands.words import Parser, settings_of
 from stabilize.data.sampler import TokenBatches
 from stabilize.decoding import BeamSearch, Hypothesis
@@ -191,19 +192,6 @@ def device_of(name: str) -> torch.device:
         raise UserError(f"device is {name}, which is not there; cpu would do ({str(error).splitlines()[0]})") from error
 
 
-def checkpoint_of(name: str) -> Path:
-    """The file that is meant by a path, or by `last`.
-
-    Raises:
-        UserError: there is none.
-    """
-    path = checkpoint.newest(Path("runs")) if name == "last" else Path(name)
-    if path is None:
-        raise UserError("checkpoint is last, but no run in runs has one")
-    checkpoint.read(path, "checkpoint")
-    return path
-
-
 def translate(words: list[str]) -> int:
     """Carry out `stabilize translate`."""
     parser = Parser("translate", ABOUT)
@@ -228,12 +216,14 @@ def translate(words: list[str]) -> int:
         raise UserError(f"translate: n_best is {count} and beam {search.beam}; n_best from 1 to {search.beam} would do")
     if sys.stdin is None or sys.stdout is None:
         raise UserError("translate: standard input or output is closed; stabilize translate ... < in > out would do")
-    device, path = device_of(chosen.device), checkpoint_of(chosen.checkpoint)
+    device = device_of(chosen.device)
+    path = checkpoint.newest(Path("runs")) if chosen.checkpoint == "last" else Path(chosen.checkpoint)
+    if path is None:
+        raise UserError("checkpoint is last, but no run in runs has one")
 
     kernels.keep_freed_memory()
-    sys.path.append(str(Path.cwd()))  # where a strategy may lie that has no entry point
     translator = Translator(
-        TranslationTask.load_from_checkpoint(path).to(device),
+        load(path).to(device),
         search,
         count=count,
         batch_tokens=chosen.batch_tokens,

@@ -1,0 +1,34 @@
+"""The model of a checkpoint, for the verbs that need nothing else."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stabilize import plugins
+from stabilize.errors import UserError
+
+if TYPE_CHECKING:
+    from stabilize.task import TranslationTask
+
+
+def load(path: Path) -> TranslationTask:
+    """The task of a checkpoint.
+
+    Raises:
+        UserError: there is none, it is damaged, or a strategy of it is not installed.
+    """
+    from stabilize import checkpoint
+    from stabilize.task import TranslationTask
+
+    for group in plugins.GROUPS:
+        plugins.load(group)
+    sys.path += [str(Path.cwd())] if str(Path.cwd()) not in sys.path else []
+    checkpoint.read(path, "checkpoint")
+    try:
+        return TranslationTask.load_from_checkpoint(path)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"{path} needs a strategy that is not here: {error}; install the package that has it"
+        ) from error
