@@ -1,4 +1,4 @@
-"""Beam search against enumeration, paper and pencil, and a plain search that never stops early (FIELD_REPORTS 4.9, 4.10)."""
+"""Beam search against enumeration, paper and pencil, and a search that never stops early (FIELD_REPORTS 4.9, 4.10)."""
 
 from __future__ import annotations
 

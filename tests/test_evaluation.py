@@ -258,3 +258,14 @@ def test_two_processes_score_what_one_does(tmp_path: Path) -> None:
         found.append((written(folder, "test.txt"), json.loads((folder / "translations" / "test.json").read_text())))
     assert found[0] == found[1]
     assert 0 < found[0][1]["scores"]["bleu"] < 100
+
+
+def test_processes_without_a_batch_take_part_in_a_check_during_training(tmp_path: Path) -> None:
+    """There is one batch for three, whose weights DDP has wrapped."""
+    options = {"limit_val_batches": 1.0, "max_steps": 2, "val_check_interval": 1, "num_sanity_val_steps": 1}
+    task = small_task(validation_search=Dictated(), width=16)
+    trainer = small_trainer(tmp_path, devices=3, strategy="ddp_fork", **options)
+    trainer.fit(task, datamodule=Sentences(evaluation_batch_tokens=10_000, batch_tokens=20))
+    checks = [row for row in rows(tmp_path) if "val/bleu" in row]
+    assert [row["val/bleu"] for row in checks] == [pytest.approx(100)] * 2
+    assert all(row["val/nll"] > 1 for row in checks)
