@@ -16,6 +16,7 @@ VERBS = {
     "validate": "score a checkpoint on the validation text",
     "test": "translate the test text with a checkpoint and score it",
     "predict": "translate the test text with a checkpoint",
+    "prepare": "clean and tokenise a config's text, as fit does where it has not been done",
     "explain": "print what a config's stabiliser is and does, without training",
     "probe": "show what each layer does before training, for many strategies and depths",
     "compare": "carry out a study: a run for each strategy, depth, seed, and one table",

@@ -15,8 +15,8 @@ from typing import Final, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-Optional = Literal["copied", "duplicate", "in_test", "length_ratio"]
-OPTIONAL: Final = get_args(Optional)
+Droppable = Literal["copied", "duplicate", "in_test", "length_ratio"]
+OPTIONAL: Final = get_args(Droppable)
 """Rules whose pairs are dropped only where `data.drop` names them."""
 
 RULES: Final = {

@@ -18,7 +18,7 @@ from rich.console import Console
 from stabilize.data.account import summary, table
 from stabilize.data.baselines import TRAINING_PAIRS, nearest_neighbour, word_by_word
 from stabilize.data.cache import Cache
-from stabilize.data.cleaning import RULES, Marks, Met, Optional, Policy, as_written
+from stabilize.data.cleaning import RULES, Droppable, Marks, Met, Policy, as_written
 from stabilize.data.flat import Sentences
 from stabilize.data.loader import BatchLoader
 from stabilize.data.noise import Noise
@@ -75,7 +75,7 @@ class TranslationData(LightningDataModule, ABC):
         sampling: float = 0.0,
         unread: float = 0.0,
         unescape: bool = False,
-        drop: Sequence[Optional] = (),
+        drop: Sequence[Droppable] = (),
         maximum_ratio: float = 3.0,
         batch_tokens: int = 4096,
         evaluation_batch_tokens: int = 8192,
@@ -246,6 +246,11 @@ class TranslationData(LightningDataModule, ABC):
             print(f"there is no validation text: it is {self.account['validation']['origin']}, held out")
         if (shown := table(self.account)) is not None:
             Console().print(shown)
+
+    @property
+    def place(self) -> Path:
+        """Where the training text is kept as it was prepared."""
+        return self.cache.folder / self._preparation().name
 
     def has(self, split: Split) -> bool:
         """Whether there is text of a split, known after `setup`."""

@@ -115,6 +115,9 @@ class Preparation:
         identity: what tells this text from others, in JSON's types.
         rows: gives the raw pairs.
         test: the test text, in which training lines are looked for.
+
+    Attributes:
+        name: of its folder in the cache.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class Preparation:
         self._rows = rows
         self._test = test.sides
         policy = [recipe.policy.unescape, sorted(recipe.policy.drop)]
-        self._name = key([FORMAT, identity, policy, recipe.held_out, self._test])
+        self.name = key([FORMAT, identity, policy, recipe.held_out, self._test])
 
     # ------------------------------------------------------------------ lines
 
@@ -135,7 +138,7 @@ class Preparation:
         Raises:
             UserError: the raw ones cannot be had, or are fewer than are to be held out.
         """
-        folder = self._cache.made(f"{self._name}/text", self._clean)
+        folder = self._cache.made(f"{self.name}/text", self._clean)
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         return CleanText(
             source=Lines.open(folder / "source", "uint8"),
@@ -179,7 +182,7 @@ class Preparation:
         """
         recipe = self._recipe
         settings = (recipe.vocabulary, recipe.subwords, recipe.byte_fallback)
-        return Tokenizer.load(self._cache.made(f"{self._name}/tokenizer-{key(settings)}.model", self._learn))
+        return Tokenizer.load(self._cache.made(f"{self.name}/tokenizer-{key(settings)}.model", self._learn))
 
     def _learn(self, path: Path) -> None:
         text = self.text()
@@ -213,7 +216,7 @@ class Preparation:
         def make(folder: Path) -> None:
             self._tokenise(folder, tokenizer)
 
-        folder = self._cache.made(f"{self._name}/ids-{key(limits)}", make)
+        folder = self._cache.made(f"{self.name}/ids-{key(limits)}", make)
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         return TrainingIds(
             source=Sentences.open(folder / "source", tokenizer.dtype),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -102,9 +103,11 @@ def test_blank_pairs_are_dropped_together_and_counted(corpus: Path, capsys: pyte
     english[3], english[5], german[5], german[8] = "", " \t", "", "\u3000"
     write(corpus, "train", english, german)
     module = ready(corpus)
-    assert module.report["dropped_blank"] == 3
+    assert module.account["train"]["rules"]["blank"] == {"pairs": 3, "first_line": 4, "done": "dropped"}
     assert sorted(lines(module.train_dataloader())) == [k for k in range(60) if k not in (3, 5, 8)]
-    assert "train 57 (dropped: 3 with a blank side, 0 over 256 tokens)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "train 57," in said
+    assert re.search(r"blank +3 \(4\) +dropped", said)
 
 
 def test_evaluation_keeps_blank_lines(corpus: Path) -> None:
@@ -123,9 +126,9 @@ def test_the_limit_counts_the_end_token(corpus: Path) -> None:
     for limit, dropped in ((longest, False), (longest - 1, True)):
         module = ready(corpus, maximum_length=limit)
         kept = [k for k in range(60) if max(len(tokenizer.encode(side[k])) for side in (ENGLISH, GERMAN)) + 1 <= limit]
-        assert (len(kept) < 60) == dropped == (module.report["dropped_long"] > 0)
+        assert (len(kept) < 60) == dropped == ("too_long" in module.account["train"]["rules"])
         assert sorted(lines(module.train_dataloader())) == kept
-        assert module.report["dropped_long"] == 60 - len(kept)
+        assert module.account["train"]["pairs"] == len(kept)
         assert sorted(lines(module.test_dataloader())) == list(range(9)), "evaluation drops nothing"
 
 
@@ -136,7 +139,7 @@ def test_a_line_above_the_budget_is_a_batch(corpus: Path) -> None:
 
 
 def test_nothing_left_to_train_on(corpus: Path) -> None:
-    with pytest.raises(UserError, match=r"no training pair is left of 60: 0 have a blank side, 60 more than maximum"):
+    with pytest.raises(UserError, match="no training pair is left of 60: 60 too_long"):
         ready(corpus, maximum_length=1)
 
 
@@ -328,9 +331,10 @@ def test_real_text(shared_data: Path) -> None:
         vocabulary=2000,
     )
     module.setup("fit")
-    assert (module.report["train"], module.report["validation"], module.report["test"]) == (29_000, 1_014, 1_000)
+    pairs = [module.account[split]["pairs"] for split in ("train", "validation", "test")]
+    assert pairs == [29_000, 1_014, 1_000]
     assert module.tokenizer.vocabulary == 2000
-    text = module.read("test").target
+    text = Pairs.of(module.read("test")).target
     assert all(module.tokenizer.decode(module.tokenizer.encode(line)) == line for line in text)
     targets = [batch.target[:, 1:] for batch in module.train_dataloader()]
     assert sum(int((target == PAD).sum()) for target in targets) < 0.02 * sum(target.numel() for target in targets)
