@@ -98,7 +98,7 @@ class Sentences(Flat):
         """Some lines side by side, filled up with the pad token, [rows, longest], int64."""
         starts = self.starts(rows)[:, None]
         lengths = self.ends[rows, None] - starts
-        places = np.arange(lengths.max())
+        places = np.arange(lengths.max(initial=0))
         # A place past the end of the flat array is padding anyway.
         ids = self.values.take(starts + places, mode="clip")
         return torch.from_numpy(np.where(places < lengths, ids, PAD).astype(np.int64))
@@ -115,7 +115,7 @@ class Sentences(Flat):
 
 
 class FlatWriter:
-    """Writes the two files of a `Flat`, piece by piece.
+    """Writes the two files of a `Flat`, piece by piece; a context, which ends when everything is on the disk.
 
     Args:
         path: of both files, without their suffixes.
@@ -126,7 +126,7 @@ class FlatWriter:
     def __init__(self, path: Path, dtype: str, sequences: int = 0, values: int = 0) -> None:
         self.sequences, self.count = sequences, values
         self._dtype = np.dtype(dtype)
-        self._values, self._ends = open(_values(path), "ab"), open(_ends(path), "ab")  # noqa: SIM115  see `close`
+        self._values, self._ends = open(_values(path), "ab"), open(_ends(path), "ab")  # noqa: SIM115  see `__exit__`
         self._values.truncate(values * self._dtype.itemsize)
         self._ends.truncate(sequences * 8)
 
@@ -143,12 +143,14 @@ class FlatWriter:
         self._values.flush()
         self._ends.flush()
 
-    def close(self) -> None:
-        """Wait until everything is on the disk."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         for file in (self._values, self._ends):
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def write_lines(writer: FlatWriter, lines: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ Memory stays bounded: lines are held chunk by chunk, and of a pair what is compa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -151,24 +152,27 @@ class Preparation:
     def _clean(self, folder: Path) -> None:
         marks = Marks(self._recipe.policy)
         cleared(folder)
-        writers = [FlatWriter(folder / side, "uint8") for side in SIDES]
         held_out: deque[Row] = deque()
         rows = _all_but_last(self._rows(), self._recipe.held_out, held_out)
-        with progress("read and clean", None) as advance:
+        count = 0
+        with (
+            FlatWriter(folder / "source", "uint8") as source,
+            FlatWriter(folder / "target", "uint8") as target,
+            progress("read and clean", None) as advance,
+        ):
             while chunk := list(itertools.islice(rows, CHUNK)):
-                for writer, lines in zip(writers, marks.add(chunk), strict=True):
+                for writer, lines in zip((source, target), marks.add(chunk), strict=True):
                     write_lines(writer, lines)
                 advance(len(chunk))
-        if not writers[0].sequences and self._recipe.held_out:
+                count += len(chunk)
+        if not count and held_out:
             raise UserError(
                 f"the training text has {len(held_out):,} lines, of which the last {self._recipe.held_out:,} would be"
                 " held out for validation: give data.validation, or a smaller data.validation_pairs"
             )
-        for writer in writers:
-            writer.close()
         kept, met = marks.account(self._test)
         if not len(kept):
-            raise UserError(f"no training pair is left of {writers[0].sequences:,}: {in_words(met)}")
+            raise UserError(f"no training pair is left of {count:,}: {in_words(met)}")
         kept.tofile(folder / "kept")
         write(folder / "facts.json", {"met": met, "held_out": list(held_out)})
 
@@ -236,14 +240,14 @@ class Preparation:
         state: dict[str, Any] = {"chunks": 0, "pairs": 0, "ids": [0, 0], "met": {}, "longest": 0}
         state |= json.loads(last_word.read_text(encoding="utf-8")) if last_word.exists() else {}
         met = {rule: Met(*one) for rule, one in state["met"].items()}
-        writers = [
-            FlatWriter(folder / side, tokenizer.dtype, state["pairs"], ids)
-            for side, ids in zip(SIDES, state["ids"], strict=True)
-        ]
-        with (
-            open(folder / "lines", "ab") as lines_file,
-            progress("tokenise", len(text.kept)) as advance,
-        ):
+        written = zip(SIDES, state["ids"], strict=True)
+        with contextlib.ExitStack() as stack:
+            writers = [
+                stack.enter_context(FlatWriter(folder / side, tokenizer.dtype, state["pairs"], ids))
+                for side, ids in written
+            ]
+            lines_file = stack.enter_context(open(folder / "lines", "ab"))
+            advance = stack.enter_context(progress("tokenise", len(text.kept)))
             lines_file.truncate(state["pairs"] * 8)
             for number, (lines, *sides) in enumerate(text.chunks(), start=1):
                 advance(len(lines))
@@ -266,8 +270,6 @@ class Preparation:
                 }
                 write(last_word, state)
             os.fsync(lines_file.fileno())
-        for writer in writers:
-            writer.close()
         last_word.unlink(missing_ok=True)
         facts = {
             "met": met,
