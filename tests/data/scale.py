@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,28 @@ def corpus(folder: Path, workers: int = 0) -> ParallelText:
     )
 
 
-def peak() -> float:
-    """MiB that this process had at most so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+class Peak(threading.Thread):
+    """MiB of its own that this process has at most, asked ten times a second; pages of files are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most, self.over = own(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(0.1):
+            self.most = max(self.most, own())
+
+
+def own() -> float:
+    """MiB of its own that this process has."""
+    return status("self", "status", "RssAnon:")
+
+
+def status(process: str, file: str, key: str) -> float:
+    """A number of the kernel's on a process, in MiB."""
+    lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(key)) / 1024
 
 
 def prepare(folder: Path, step: str) -> dict[str, Any]:
@@ -62,7 +82,7 @@ def prepare(folder: Path, step: str) -> dict[str, Any]:
     data = corpus(folder)
     preparation = data._preparation()
     tokenizer = preparation.tokenizer() if step == "ids" else None
-    before, start = peak(), time.process_time()
+    before, peak, start = own(), Peak(), time.process_time()
     if step == "text":
         preparation.text()
     elif step == "tokenizer":
@@ -70,7 +90,14 @@ def prepare(folder: Path, step: str) -> dict[str, Any]:
     else:
         assert tokenizer is not None
         preparation.ids(tokenizer)
-    return {"seconds": time.process_time() - start, "peak": peak(), "before": before}
+    seconds = time.process_time() - start
+    peak.over.set()
+    return {"seconds": seconds, "peak": peak.most, "before": before, "with files": maximum()}
+
+
+def maximum() -> float:
+    """MiB that this process had at most so far, pages of files counted."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def sentencepiece(folder: Path) -> dict[str, Any]:
@@ -112,8 +139,7 @@ def opened(folder: Path, workers: int) -> dict[str, Any]:
 def resident() -> float:
     """MiB of this process and its children, pages that several share counted once."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    rolled = [Path(f"/proc/{process}/smaps_rollup").read_text() for process in ("self", *children)]
-    return sum(int(line.split()[1]) for text in rolled for line in text.splitlines() if line.startswith("Pss:")) / 1024
+    return sum(status(process, "smaps_rollup", "Pss:") for process in ("self", *children))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import html
 import math
 import re
 from collections import Counter
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -19,6 +21,7 @@ from stabilize.data.loader import BatchLoader
 from stabilize.data.pairs import Pairs
 from stabilize.errors import UserError
 from stabilize.tokens import BEGIN, END, PAD
+from tests.checkout import ROOT
 from tests.tasks import Sentences
 
 ENGLISH = [f"a line with {'many ' * (k % 7)}words {k}" for k in range(60)]
@@ -338,3 +341,30 @@ def test_real_text(shared_data: Path) -> None:
     assert all(module.tokenizer.decode(module.tokenizer.encode(line)) == line for line in text)
     targets = [batch.target[:, 1:] for batch in module.train_dataloader()]
     assert sum(int((target == PAD).sum()) for target in targets) < 0.02 * sum(target.numel() for target in targets)
+
+
+def test_real_dirt(shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text of WMT that Moses has tokenised, without a validation set; what was counted by hand is what is told."""
+    given = yaml.safe_load((ROOT / "configs" / "experiments" / "wmt_subset.yaml").read_text())["data"]["init_args"]
+    (tmp_path / "shared").symlink_to(shared_data.parent)
+    (tmp_path / "checkout").mkdir()
+    monkeypatch.chdir(tmp_path / "checkout")
+    module = ParallelText(**given)
+    module.setup("fit")
+    sides = [
+        gzip.decompress((shared_data / "wmt" / f"wmt-mix-10k.train.{language}.gz").read_bytes()).decode().split("\n")
+        for language in ("en", "de")
+    ]
+    pairs = list(zip(*sides, strict=True))[:9500]
+    rules = module.account["train"]["rules"]
+    assert rules["escaped_entity"]["pairs"] == sum(html.unescape(a + b) != a + b for a, b in pairs)
+    assert rules["blank"]["pairs"] == sum(not (a.strip() and b.strip()) for a, b in pairs)
+    assert rules["copied"]["pairs"] == sum(a == b for a, b in pairs)
+    dropped = sum(met["pairs"] for met in rules.values() if met["done"] == "dropped")
+    assert module.account["train"]["pairs"] == 9500 - dropped
+    assert module.account["validation"]["pairs"] == 500
+    assert module.account["test"]["pairs"] == 2037
+    (longest, *_) = module.val_dataloader()
+    for line, text in zip(longest.index.tolist(), longest.source_text, strict=True):
+        assert text == sides[0][9500 + line]
+    assert "&apos;" not in "".join(map(module.tokenizer.decode, next(iter(module.train_dataloader())).source.tolist()))

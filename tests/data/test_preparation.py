@@ -156,11 +156,9 @@ def test_the_last_lines_are_held_out_where_there_is_no_validation_text(
 ) -> None:
     module = ready(corpus)
     assert "the last 8 lines of" in capsys.readouterr().out
-    shown = {
-        line: text
-        for batch in module.val_dataloader()
-        for line, text in zip(batch.index.tolist(), batch.source_text, strict=True)
-    }
+    shown = {}
+    for batch in module.val_dataloader():
+        shown |= dict(zip(batch.index.tolist(), batch.source_text, strict=True))
     assert [shown[line] for line in range(8)] == ["" if k % 7 == 3 else ENGLISH[k] for k in range(82, 90)]
     trained = {line for batch in module.train_dataloader() for line in batch.index.tolist()}
     assert trained == {k for k in range(82) if k % 7 != 3}
