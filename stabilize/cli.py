@@ -18,6 +18,7 @@ VERBS = {
     "predict": "translate the test text with a checkpoint",
     "translate": "translate lines from standard input with a checkpoint",
     "score": "score translations against references, and compare two systems",
+    "prepare": "clean and tokenise a config's text, as fit does where it has not been done",
     "explain": "print what a config's stabiliser is and does, without training",
     "probe": "show what each layer does before training, for many strategies and depths",
     "compare": "carry out a study: a run for each strategy, depth, seed, and one table",

@@ -36,6 +36,12 @@ def shared_data() -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def prepared_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What tests prepare is kept among their files."""
+    os.environ["STABILIZE_CACHE"] = str(tmp_path_factory.mktemp("prepared"))
+
+
 @pytest.fixture(autouse=True)
 def same_seed() -> None:
     """Every test draws the same numbers, alone or after others."""

@@ -46,6 +46,7 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
     folder = Path(trainer.default_root_dir)
     what = {
         "config.yaml": "the resolved config",
+        "data.json": "what was found in the text, what became of it, hashes",
         "metrics.csv": "every metric by update",
         "summary.json": "the verdict, the worst ratio, the best score",
         "figures": "heat maps by layer and update, similarity matrices",

@@ -1,4 +1,4 @@
-"""`stabilize fit | validate | test | predict | explain`: LightningCLI with a folder for each run."""
+"""`stabilize fit | validate | test | predict | prepare | explain`: LightningCLI with a folder for each run."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ NOISE = (
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
 
-BEGUN = {"config.yaml", "tokenizer.model", "wandb"}
+BEGUN = {"config.yaml", "data.json", "tokenizer.model", "wandb"}
 """What a run has in its folder before it does anything."""
 
 NEWEST = ("last", "auto")
 """In place of a path, the newest good checkpoint of all runs; where there is none, `auto` starts from nothing."""
 
-LOOKING = ("explain", "probe", "bench")
+LOOKING = ("prepare", "explain", "probe", "bench")
 """Verbs that carry out no run: they need no weights and leave no run folder."""
 
 STRICT = {"exit_on_error": False, "allow_abbrev": False}
@@ -118,7 +118,23 @@ def keep_no_arguments_of_another_class(parser: Any, previous: Any, chosen: Any) 
 
 
 class Trainer(lightning.Trainer):
-    """Lightning's trainer, with a verb more."""
+    """Lightning's trainer, with two verbs more."""
+
+    def prepare(
+        self,
+        model: TranslationTask,
+        datamodule: TranslationData,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Clean and tokenise the text of a config, as fit does where it has not been done.
+
+        Args:
+            ckpt_path: a checkpoint whose tokenizer is used.
+            weights_only: here so that a config of `fit` does; nothing else is ever read.
+        """
+        datamodule.setup("fit")
+        print(f"kept in {datamodule.place}")
 
     def explain(
         self,

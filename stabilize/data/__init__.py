@@ -1,6 +1,7 @@
 """Parallel text -> subwords -> batches of equal cost."""
 
 from stabilize.data.batch import Batch
+from stabilize.data.hub_corpus import HubCorpus
 from stabilize.data.module import TranslationData
 from stabilize.data.parallel_text import ParallelText
 from stabilize.data.synthetic import SyntheticCorpus
@@ -8,6 +9,7 @@ from stabilize.data.tokenizer import Tokenizer
 
 __all__ = [
     "Batch",
+    "HubCorpus",
     "ParallelText",
     "SyntheticCorpus",
     "Tokenizer",

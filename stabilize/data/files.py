@@ -1,85 +1,94 @@
-"""Reading parallel text from files, strictly: what is wrong is said before training, with file and line."""
+"""Reading parallel text from files, line by line: what is no text is refused, with file and line."""
 
 from __future__ import annotations
 
 import glob
 import gzip
+import itertools
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
-from stabilize.data.pairs import Pairs
 from stabilize.errors import UserError
 
 GZIP_MAGIC: Final = b"\x1f\x8b"
-BYTE_ORDER_MARK: Final = "\ufeff"
+
+OTHER_ENCODING: Final = 0.1
+"""A file of which more lines than this share are not UTF-8, or have a NUL, is in another encoding, not dirty."""
 
 
-def read_lines(path: str) -> list[str]:
-    r"""The lines of a UTF-8 file, plain or gzip (told by content, not by name).
+def read_lines(path: str) -> Iterator[str]:
+    r"""The lines of a UTF-8 file, plain or gzip (told by content, not by name), as they are.
 
-    A line ends at `\n` or `\r\n` and nowhere else: the Unicode separators that `str.splitlines` also cuts at occur
-    inside sentences. A missing last newline is accepted; a byte-order mark at the start of a line (files get
-    concatenated) is dropped.
+    A line ends at `\n` and nowhere else: the Unicode separators that `str.splitlines` also cuts at occur inside
+    sentences. A missing last newline is accepted. Bytes that are not UTF-8 come as surrogate escapes; what to do with
+    them, and with other dirt, is decided in `stabilize.data.cleaning`.
 
     Raises:
-        UserError: the file is missing, damaged, cut short, or a line is not UTF-8 text.
+        UserError: the file is missing, damaged, cut short, or in another encoding.
     """
+    lines, strange, first = 0, 0, ""
     try:
         with open(path, "rb") as file:
             compressed = file.read(len(GZIP_MAGIC)) == GZIP_MAGIC
         with gzip.open(path) if compressed else open(path, "rb") as file:
-            return [_text(line, path, number) for number, line in enumerate(file, start=1)]
+            for lines, line in enumerate(file, start=1):
+                line = line.removesuffix(b"\n")
+                try:
+                    text = line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    text = line.decode("utf-8", "surrogateescape")
+                    first = first or f"line {lines}: byte 0x{line[error.start]:02x} is not UTF-8"
+                    strange += 1
+                else:
+                    if "\0" in text:
+                        first = first or f"line {lines}: a NUL character"
+                        strange += 1
+                yield text
     except EOFError as error:
         raise UserError(f"{path}: the gzip file is cut short: copy or download it again") from error
     except (gzip.BadGzipFile, zlib.error) as error:
         raise UserError(f"{path}: the gzip file is damaged ({error}): copy or download it again") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: give a text file, plain or gzip") from error
-
-
-def _text(line: bytes, path: str, number: int) -> str:
-    try:
-        text = line.removesuffix(b"\n").removesuffix(b"\r").decode("utf-8")
-    except UnicodeDecodeError as error:
+    if strange > OTHER_ENCODING * lines:
         raise UserError(
-            f"{path}, line {number}: byte 0x{line[error.start]:02x} is not UTF-8: convert the file, e.g. with iconv"
-        ) from error
-    if "\0" in text:
-        raise UserError(f"{path}, line {number}: a NUL character: give a text file in UTF-8")
-    return text.removeprefix(BYTE_ORDER_MARK)
+            f"{path}, {first}, and so {strange:,} of {lines:,} lines: convert the file to UTF-8, e.g. with iconv"
+        )
 
 
-def read_pairs(patterns: Iterable[str], source: str, target: str) -> Pairs:
-    """All pairs of some path patterns, one after the other.
+def read_rows(paths: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    """Line k of each file of a group beside one another, group after group.
+
+    Raises:
+        UserError: files of different length, an empty one, or any fault of `read_lines`.
+    """
+    for group in paths:
+        files = [read_lines(path) for path in group]
+        count = 0
+        for row in itertools.zip_longest(*files):
+            if None in row:
+                rest = [(line is not None) + sum(1 for _ in file) for line, file in zip(row, files, strict=True)]
+                counts = [f"{path} has {count + more:,} lines" for path, more in zip(group, rest, strict=True)]
+                raise UserError(f"{' but '.join(counts)}: line k of one must translate line k of the other")
+            count += 1
+            yield row
+        if not count:
+            raise UserError(f"{group[0]} is empty: give a file with a sentence on each line")
+
+
+def file_pairs(pattern: str, source: str, target: str) -> list[tuple[str, str]]:
+    """The files that a path pattern means, both languages beside one another.
 
     Args:
-        patterns: paths with `{lang}` for the language and perhaps `*` for several files.
+        pattern: a path with `{lang}` for the language and perhaps `*` for several files.
         source: what `{lang}` stands for on the source side.
         target: what it stands for on the target side.
 
     Raises:
-        UserError: a pattern without `{lang}`, a file without partner, files of different length, or any fault of
-            `read_lines`.
+        UserError: a pattern without `{lang}`, or a file without partner.
     """
-    pairs = Pairs([], [])
-    for pattern in patterns:
-        for source_path, target_path in _paths(pattern, source, target):
-            source_lines, target_lines = read_lines(source_path), read_lines(target_path)
-            if len(source_lines) != len(target_lines):
-                raise UserError(
-                    f"{source_path} has {len(source_lines)} lines but {target_path} has {len(target_lines)}:"
-                    " line k of one must translate line k of the other"
-                )
-            if not source_lines:
-                raise UserError(f"{source_path} is empty: give a file with a sentence on each line")
-            pairs.source.extend(source_lines)
-            pairs.target.extend(target_lines)
-    return pairs
-
-
-def _paths(pattern: str, source: str, target: str) -> list[tuple[str, str]]:
     if "{lang}" not in pattern:
         raise UserError(
             f"{pattern!r} names no language: write {{lang}} where file names say {source!r} or {target!r},"

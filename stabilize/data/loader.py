@@ -29,6 +29,7 @@ class BatchLoader:
 
     def __init__(self, pairs: TokenizedPairs, sampler: TokenBatches, *, workers: int = 0) -> None:
         self.sampler = sampler
+        self._pairs = pairs
         self.batch_sampler = None  # Lightning looks whether there is one
         self._resumed = False
         self._loader: DataLoader[Batch] = DataLoader(
@@ -49,6 +50,7 @@ class BatchLoader:
         if not self._resumed:
             self.sampler.position = 0
         self._resumed = False
+        self._pairs.epoch = self.sampler.epoch  # before workers get their copy
         for batch in self._loader:
             self.sampler.position += 1
             yield batch

@@ -58,12 +58,13 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
     ) -> None:
         if len(target_lengths) < world_size and not evaluation:
             raise UserError(f"{len(target_lengths)} sentence pairs for {world_size} processes: use fewer devices")
-        self._source_lengths = source_lengths
-        self._target_lengths = target_lengths
         self._shuffle = shuffle
         self._seed = seed
         self._rank = rank
         self._world_size = world_size
+        snake = np.where(target_lengths % 2, source_lengths, -source_lengths)
+        # Sorts of 16 bits take a tenth of the time.
+        self._keys = [_small(snake - snake.min(initial=0)), _small(target_lengths)]
         order = self._order(None)
         self._cuts = _cut(np.maximum(source_lengths, target_lengths)[order], tokens)
         if not evaluation:
@@ -114,9 +115,16 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         Source lengths rise under one target length and fall under the next: a batch that holds the end of one
         and the start of the next then pads less.
         """
-        snake = np.where(self._target_lengths % 2, self._source_lengths, -self._source_lengths)
-        chance = np.arange(len(snake)) if generator is None else generator.permutation(len(snake))
-        return np.lexsort((chance, snake, self._target_lengths))
+        rows = np.arange(len(self._keys[0]))
+        if generator is not None:
+            rows[generator.permutation(len(rows))] = rows.copy()
+        for key in self._keys:  # the last one decides
+            rows = rows[np.argsort(key[rows], kind="stable")]
+        return rows
+
+
+def _small(numbers: NDArray[np.int64]) -> NDArray[np.unsignedinteger[Any]]:
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
 def _cut(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:

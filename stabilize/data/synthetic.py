@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from stabilize.data.grammar import sentence
+from stabilize.data import grammar, lexicon
 from stabilize.data.module import Split, TranslationData
 from stabilize.data.pairs import Pairs
 from stabilize.errors import at_least
@@ -44,8 +46,15 @@ class SyntheticCorpus(TranslationData):
         random = Random(self.corpus_seed)
         pairs: dict[str, str] = {}
         while len(pairs) < before + self.counts[split]:
-            pairs.setdefault(*sentence(random))
+            pairs.setdefault(*grammar.sentence(random))
         return Pairs(list(pairs)[before:], list(pairs.values())[before:])
+
+    def hashes(self, split: Split) -> dict[str, str]:
+        """The settings that the split depends on, and the generator's source."""
+        generator = [
+            hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in (grammar, lexicon)
+        ]
+        return {"stabilize.data.grammar": f"{self.origin(split)}, {' '.join(generator)}"}
 
     def origin(self, split: Split) -> str:
         """The seed of the generator, and the counts of lines that the split depends on."""

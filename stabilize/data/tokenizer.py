@@ -1,20 +1,25 @@
-"""Subwords: a SentencePiece BPE model, one vocabulary for source and target."""
+"""Subwords: a SentencePiece model, one vocabulary for source and target."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
+import numpy as np
 import sentencepiece
+from numpy.typing import NDArray
 
 from stabilize.errors import UserError
 from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
-# More lines than this change the merges little and cost minutes: then every k-th line is used.
+Subwords = Literal["bpe", "unigram"]
+
 TRAINING_LINES: Final = 1_000_000
+"""More lines than this change the pieces little and cost minutes."""
 
 LINE_BREAKS: Final = str.maketrans("\n\r\0", "   ")
 """What a model can spell with pieces that are single bytes, and nobody can write into a line of a file."""
@@ -46,25 +51,28 @@ class Tokenizer:
         self.model = model
 
     @classmethod
-    def train(cls, lines: Sequence[str], *, vocabulary: int, byte_fallback: bool = False) -> Tokenizer:
-        """Learn BPE merges; the same lines give the same bytes.
+    def train(
+        cls, lines: Iterable[str], *, vocabulary: int, subwords: Subwords = "bpe", byte_fallback: bool = False
+    ) -> Tokenizer:
+        """Learn pieces; the same lines give the same bytes.
 
         Args:
-            lines: text of both languages.
+            lines: text of both languages, all of which is used.
             vocabulary: number of pieces, special tokens included; a small corpus may give fewer.
+            subwords: byte-pair encoding, or the unigram language model.
             byte_fallback: write characters that are rare in `lines` as UTF-8 bytes (256 pieces) instead of giving
                 every character its own piece and the unseen ones the unknown token.
 
         Raises:
             UserError: nothing to learn from, or the vocabulary cannot hold the characters.
         """
-        step = -(-len(lines) // TRAINING_LINES) or 1
         model = io.BytesIO()
+        count = itertools.count()
         try:
             sentencepiece.SentencePieceTrainer.Train(
-                sentence_iterator=iter(lines[::step]),
+                sentence_iterator=(line for line, _ in zip(lines, count, strict=False)),
                 model_writer=model,
-                model_type="bpe",
+                model_type=subwords,
                 vocab_size=vocabulary,
                 hard_vocab_limit=False,
                 byte_fallback=byte_fallback,
@@ -79,7 +87,7 @@ class Tokenizer:
             )
         except (RuntimeError, ValueError) as error:
             raise UserError(
-                f"data.init_args.vocabulary: {vocabulary} pieces cannot be learnt from {len(lines)} lines"
+                f"data.init_args.vocabulary: {vocabulary} pieces cannot be learnt from {next(count)} lines"
                 f" (SentencePiece: {str(error).splitlines()[-1].strip()}): give non-blank text, a vocabulary that"
                 " holds all its characters, or byte_fallback: true where there are very many"
             ) from error
@@ -106,6 +114,22 @@ class Tokenizer:
         ids: list[int] = self._pieces.EncodeAsIds(text)
         return ids
 
+    def encode_all(self, texts: Sequence[str], threads: int = 1) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Ids of many texts one after the other, each with the end token, and the number of each one's ids."""
+        found: list[list[int]] = self._pieces.Encode(list(texts), add_eos=True, num_threads=threads)
+        lengths = np.fromiter(map(len, found), np.int64, len(found))
+        return np.fromiter(itertools.chain.from_iterable(found), self.dtype, int(lengths.sum())), lengths
+
+    def sample(self, text: str, share: float, seed: int) -> list[int]:
+        """Ids of another way to cut a text into pieces, the same one for the same seed (32 bits).
+
+        Args:
+            share: BPE: of the merges that are left out (BPE-dropout, Provilkov et al. 2020); unigram: the exponent of
+                the probabilities that ways are drawn with (Kudo 2018).
+        """
+        sentencepiece.set_random_generator_seed(seed)
+        return self._pieces.EncodeAsIds(text, enable_sampling=True, alpha=share, nbest_size=-1)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, one line; pad, begin and end are dropped, the unknown token reads ` ⁇ `."""
         text: str = self._pieces.DecodeIds([int(i) for i in ids if i not in (PAD, BEGIN, END)])
@@ -120,6 +144,11 @@ class Tokenizer:
     def vocabulary(self) -> int:
         """Number of ids."""
         return int(self._pieces.GetPieceSize())
+
+    @property
+    def dtype(self) -> str:
+        """The smallest integers that hold an id."""
+        return np.min_scalar_type(self.vocabulary - 1).name
 
     @property
     def hash(self) -> str:

@@ -152,7 +152,7 @@ MISTAKES = {
         ["--data.batch_token=5"],
         "data.batch_token is 5: there is no such key; nearest: data.batch_tokens, data.evaluation_batch_tokens",
     ),
-    "missing arguments": (["--data=ParallelText"], "ParallelText cannot do without data.train and data.validation"),
+    "missing arguments": (["--data=ParallelText"], "ParallelText cannot do without data.train"),
     "trainer argument": (
         ["--trainer.max_step=5"],
         "trainer.max_step is 5: there is no such key; nearest: trainer.max_steps, ",

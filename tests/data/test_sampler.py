@@ -135,6 +135,30 @@ def test_other_batches_start_the_epoch_again() -> None:
     assert (batches.epoch, batches.position) == (2, 0)
 
 
+@given(lengths, st.integers(0, 3))
+def test_rows_are_in_the_order_of_a_plain_sort(pairs: list[tuple[int, int]], epoch: int) -> None:
+    """By target length, under it by source length, up and down in turn; equal ones by a random number."""
+    batches = sampler(pairs, tokens=10**6, seed=5)
+    batches.set_epoch(epoch)
+    chance = np.random.default_rng((5, epoch)).permutation(len(pairs))
+    expected = sorted(
+        range(len(pairs)),
+        key=lambda row: (pairs[row][1], pairs[row][0] * (1 if pairs[row][1] % 2 else -1), chance[row]),
+    )
+    assert rows(list(batches)) == expected
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_processes_have_as_many_tokens(world_size: int) -> None:
+    random = np.random.default_rng(0)
+    target = random.gamma(3, 8, 60_000).astype(int) + 2
+    shares = [TokenBatches(target, target, tokens=1024, rank=rank, world_size=world_size) for rank in range(world_size)]
+    tokens = np.array([[target[batch].sum() for batch in share] for share in shares])
+    assert tokens.sum() == target.sum()
+    assert tokens.sum(1).max() < 1.02 * tokens.sum(1).min()
+    assert np.median(tokens.max(0) / tokens.min(0)) < 1.1, "at each update nobody waits for the others"
+
+
 def test_little_padding() -> None:
     random = np.random.default_rng(0)
     target = random.poisson(14, 20_000) + 2

@@ -1,0 +1,119 @@
+"""Parallel text from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from stabilize.data.cache import key
+from stabilize.data.module import Split, TranslationData
+from stabilize.data.pairs import Row
+from stabilize.data.progress import progress
+from stabilize.errors import UserError, at_least
+
+BUFFER: Final = 10_000
+"""Pairs among which the next one is drawn while a subset streams in."""
+
+INSTEAD: Final = (
+    "local files would do: --data ParallelText --data.train corpus/train.{lang} --data.validation"
+    " corpus/validation.{lang} --data.test corpus/test.{lang}, as in configs/data/files.yaml"
+)
+
+
+class HubCorpus(TranslationData):
+    """A translation dataset of the Hugging Face hub, at one revision; needs `pip install 'stabilize-nmt[hub]'`.
+
+    A subset streams in, without what is not used of the files; it is what the hub's streaming calls shuffled: files in
+    an order by the seed, pairs drawn from a buffer of 10,000. What came in is kept in the cache, and no run needs the
+    network again.
+
+    Args:
+        path: of the dataset on the hub, or a folder with one.
+        name: of the configuration within the dataset, where it has several.
+        revision: commit of the dataset; a branch may move, and the same run would not be the same.
+        train_pairs: size of the subset of the training text; none: all of it, in order.
+        subset_seed: which subset.
+        source: language of the source side.
+        target: language of the target side.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str,
+        revision: str | None,
+        name: str | None = None,
+        train_pairs: int | None = None,
+        subset_seed: int = 1,
+        source: str = "en",
+        target: str = "de",
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        at_least("data", train_pairs=(1 if train_pairs is None else train_pairs, 1), subset_seed=(subset_seed, 0))
+        self.path = path
+        self.revision = revision
+        self.dataset_name = name
+        self.train_pairs = train_pairs
+        self.subset_seed = subset_seed
+        self.source = source
+        self.target = target
+
+    def read(self, split: Split) -> Iterable[Row]:
+        """The lines of a split, none where the dataset has no such split.
+
+        Raises:
+            UserError: the hub cannot be reached, or its dataset is of another kind.
+        """
+        name = f"hub/{key(self.hashes(split))}.jsonl"
+        file = self.cache.made(name, lambda path: self._fetch(split, path))
+        with file.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+    def hashes(self, split: Split) -> dict[str, str]:
+        """The revision, and what is taken from it."""
+        return {self.path: f"{self.path} at {self.revision}: {self._taken(split)}"}
+
+    def origin(self, split: Split) -> str:
+        """The dataset, its revision, and what is taken from it."""
+        return f"{self.path} of the Hugging Face hub at {self.revision}: {self._taken(split)}"
+
+    def _taken(self, split: Split) -> str:
+        taken = f"{self.dataset_name or ''} {split}, {self.source} to {self.target}".lstrip()
+        subset = split == "train" and self.train_pairs is not None
+        return f"{taken}, {self.train_pairs} pairs, subset_seed {self.subset_seed}" if subset else taken
+
+    def _fetch(self, split: Split, path: Path) -> None:
+        try:
+            datasets = importlib.import_module("datasets")
+        except ImportError as error:
+            need = "HubCorpus needs the package datasets, pip install 'stabilize-nmt[hub]'"
+            raise UserError(f"{need}; or {INSTEAD}") from error
+        where = {"path": self.path, "name": self.dataset_name, "revision": self.revision}
+        try:
+            with (
+                path.open("w", encoding="utf-8", newline="\n") as file,
+                progress(f"fetch {self.path}", None) as advance,
+            ):
+                if split not in datasets.get_dataset_split_names(**where):
+                    return
+                rows = datasets.load_dataset(**where, split=split, streaming=True)
+                if split == "train" and self.train_pairs is not None:
+                    rows = rows.shuffle(seed=self.subset_seed, buffer_size=BUFFER).take(self.train_pairs)
+                for row in rows:
+                    pair = row["translation"]
+                    file.write(json.dumps([pair[self.source], pair[self.target]]) + "\n")
+                    advance(1)
+        except KeyError as error:
+            raise UserError(
+                f"{self.path} has no {error} in its rows; a dataset whose rows have a translation with"
+                f" {self.source} and {self.target} would do"
+            ) from error
+        except Exception as error:  # the hub's client, its transport and its readers have each their own
+            raise UserError(
+                f"{self.path} at {self.revision} could not be fetched from the Hugging Face hub"
+                f" ({type(error).__name__}: {' '.join(str(error).split())}): {INSTEAD}"
+            ) from error

@@ -1,0 +1,85 @@
+"""sacreBLEU's test sets by name, from a cache and without a network (FIELD_REPORTS 4.7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from sacrebleu.dataset import DATASETS
+
+from stabilize.data import ParallelText
+from stabilize.errors import UserError
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, languages: str, *sides: Sequence[str]) -> Path:
+    """Put a set where sacreBLEU would look for it, as it writes it."""
+    place = folder / name
+    (place / "raw").mkdir(parents=True)
+    monkeypatch.setattr(DATASETS[name], "_outdir", str(place))
+    monkeypatch.setattr(DATASETS[name], "_rawdir", str(place / "raw"))
+    fields = DATASETS[name].fieldnames(languages)
+    for number, field in enumerate(fields if sides else ()):
+        lines = sides[number] if field.startswith(("src", "ref")) else ["x"] * len(sides[0])
+        file = place / f"{name.replace('/', '_')}.{languages}.{field.replace(':', '-')}"
+        file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return place
+
+
+def data(folder: Path, test: str, **options: str) -> ParallelText:
+    for language in ("en", "de", "fi"):
+        (folder / f"train.{language}").write_text("".join(f"{language} line {k}\n" for k in range(30)))
+    return ParallelText(train=f"{folder}/train.{{lang}}", validation_pairs=4, test=test, vocabulary=50, **options)
+
+
+def test_a_set_from_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, "wmt14", "en-de", ["one", "", "two"], ["eins", "", "zwei"])
+    module = data(tmp_path, "sacrebleu:wmt14")
+    module.setup("fit")
+    (batch,) = module.test_dataloader()
+    rows = dict(zip(batch.index.tolist(), zip(batch.source_text, batch.references, strict=True), strict=True))
+    assert rows == {0: ("one", ("eins",)), 1: ("", ("",)), 2: ("two", ("zwei",))}
+    assert module.account["test"]["origin"] == "sacrebleu:wmt14 (en to de)"
+
+
+def test_a_set_with_two_references(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, "wmt16/tworefs", "en-fi", ["one", "two"], ["yksi", "kaksi"], ["eka", "toka"])
+    module = data(tmp_path, "sacrebleu:wmt16/tworefs", source="en", target="fi")
+    module.setup("fit")
+    (batch,) = module.test_dataloader()
+    assert sorted(batch.references) == [("kaksi", "toka"), ("yksi", "eka")]
+
+
+def test_further_references_in_files(tmp_path: Path) -> None:
+    for name, text in {"en": "one\ntwo\n", "de": "eins\nzwei\n", "other": "a\nb\n", "short": "a\n"}.items():
+        (tmp_path / f"test.{name}").write_text(text)
+    module = data(tmp_path, f"{tmp_path}/test.{{lang}}", test_references=[f"{tmp_path}/test.other"])  # type: ignore[arg-type]
+    module.setup("fit")
+    (batch,) = module.test_dataloader()
+    assert sorted(batch.references) == [("eins", "a"), ("zwei", "b")]
+    with pytest.raises(UserError, match=r"test\.en has 2 lines but .*test\.de has 2 lines but .*short has 1 lines"):
+        data(tmp_path, f"{tmp_path}/test.{{lang}}", test_references=[f"{tmp_path}/test.short"]).setup("fit")  # type: ignore[arg-type]
+
+
+def test_a_cache_that_was_cut_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    place = plant(monkeypatch, tmp_path, "wmt14", "en-de", ["one", "two"], ["eins"])
+    with pytest.raises(UserError, match=r"wmt14\.en-de\.src has 2 lines but .*wmt14\.en-de\.ref has 1 lines"):
+        data(tmp_path, "sacrebleu:wmt14").setup("fit")
+    (place / "raw" / DATASETS["wmt14"]._get_tarball_filename(DATASETS["wmt14"].data[0])).write_bytes(b"half of it")
+    with pytest.raises(UserError, match=r"is damaged or came in half: remove the folder .*/wmt14, or local files"):
+        data(tmp_path, "sacrebleu:wmt14").setup("fit")
+
+
+def test_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plant(monkeypatch, tmp_path, "wmt14", "en-de")
+    with pytest.raises(UserError) as error:
+        data(tmp_path, "sacrebleu:wmt14").setup("fit")
+    said = str(error.value)
+    assert said.startswith(f"sacrebleu:wmt14: {tmp_path}/wmt14 does not have it, and https://")
+    assert "could not be fetched" in said
+    assert "local files would do, as corpus/test.{lang}" in said
+
+
+def test_no_such_set(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"sacrebleu:wmt99: sacreBLEU has no such test set for en-de, but .*wmt14, "):
+        data(tmp_path, "sacrebleu:wmt99").setup("fit")
