@@ -74,7 +74,7 @@ class Seen(pl.Callback):
 
 def text(**options: Any) -> Sentences:
     """24 pairs in some batches."""
-    return Sentences({"train": Pairs([*ENGLISH] * 4, [*GERMAN] * 4)}, **{"batch_tokens": 60} | options)
+    return Sentences({"train": Pairs([*ENGLISH] * 4, [*GERMAN] * 4)}, **{"batch_tokens": 70} | options)
 
 
 def dropping_task(stabilizer: Stabilizer | None = None) -> Any:
@@ -108,7 +108,7 @@ def test_no_line_is_read_twice_and_none_left_out(tmp_path: Path, workers: int) -
             *range(24)
         ]
     assert whole.updates[:epoch] != whole.updates[epoch : 2 * epoch]
-    stops = range(3, 3 * epoch, 3 if workers == 0 else 9)
+    stops = range(3, 3 * epoch, 3 if workers == 0 else 6)
     for stop in stops:
         path = tmp_path / f"step={stop}.ckpt"
         resumed, found = run(tmp_path, text(workers=workers), logger=False, ckpt_path=path)
@@ -127,23 +127,23 @@ def test_an_update_that_a_validation_has_cut_in_two(tmp_path: Path) -> None:
     validated = {"val_check_interval": 3, "check_val_every_n_epoch": None, "limit_val_batches": 1}
     states = Checkpoints(every=0, keep_last=99, dirpath=tmp_path / "states")
     whole, weights = run(tmp_path / "whole", text(), states, *monitors(), **validated)
-    cut = 0
-    for path in sorted((tmp_path / "states").iterdir())[1::3]:
-        saved = torch.load(path, weights_only=True)
-        cut += saved["window"] is not None
+    saved = {path: torch.load(path, weights_only=True) for path in sorted((tmp_path / "states").iterdir())}
+    cut = [path for path in saved if saved[path]["window"] is not None]
+    assert len(cut) > 1
+    for path in cut[-2:]:
+        done = saved[path]["global_step"]
         again, folder = Checkpoints(every=0, dirpath=tmp_path / path.stem), tmp_path / f"from_{path.stem}"
         resumed, found = run(folder, text(), again, *monitors(), **validated, ckpt_path=path)
-        updates = whole.updates[saved["global_step"] :]
+        updates = whole.updates[done:]
+        assert updates
         assert [(rates, loss) for _, rates, loss in resumed.updates] == [(rates, loss) for _, rates, loss in updates]
         assert resumed.updates[1:] == updates[1:]
         assert_same(found, weights)
-        told, expected = (
-            ({row["step"]: row for row in rows(part)} for part in (folder, tmp_path / "whole")) if updates else ({}, {})
-        )
+        told, expected = ({row["step"]: row for row in rows(part)} for part in (folder, tmp_path / "whole"))
         for row in [*told.values(), *expected.values()]:
             row.pop("train/tokens_per_second", None)
-        assert all(row == expected[step] for step, row in told.items() if step > saved["global_step"])
-    assert cut > 1
+        assert all(row == expected[step] for step, row in told.items() if step > done)
+        assert len(told) >= len(updates)
 
 
 SCHEDULES = [(InverseSqrt(2), False), (Cosine(2), True), (WarmupStableDecay(2, decay_share=0.5), True)]
@@ -168,7 +168,7 @@ def test_a_longer_run_keeps_its_schedule(tmp_path: Path, warmup: Warmup, has_an_
     assert len(told) == has_an_end
     planned = warmup.at(16, 6)
     expected = {update - 1: 0.01 * planned.factor(update) for update in range(5, 10)}
-    assert curve(tmp_path / "longer", "lr") == pytest.approx(expected, abs=1e-12)
+    assert curve(tmp_path / "longer", "lr") == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

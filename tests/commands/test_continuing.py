@@ -99,7 +99,7 @@ def test_weights_that_do_not_fit(here: Path, capsys: pytest.CaptureFixture[str])
     code, tuned = fit(f"--weights={best}", "--model.optimizer.lr=0")
     assert code == 0
     assert equal_weights(state(tuned), torch.load(best, weights_only=True))
-    assert fit("--ckpt_path=last", "--trainer.max_steps=3")[0] == 0
+    assert fit(f"--ckpt_path={first}/checkpoints/last.ckpt", "--trainer.max_steps=3")[0] == 0
 
 
 def test_going_on_and_fine_tuning_of_the_readme(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
