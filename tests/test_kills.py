@@ -65,7 +65,7 @@ def fit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(CONFIG)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "stabilize", "fit", "--config=run.yaml", "--ckpt_path=auto", *words]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
