@@ -2,6 +2,7 @@
 
 from stabilize.callbacks.activation_scale import ActivationScale
 from stabilize.callbacks.attention_entropy import AttentionEntropy
+from stabilize.callbacks.checkpoints import Checkpoints
 from stabilize.callbacks.epsilon_audit import EpsilonAudit
 from stabilize.callbacks.gradient_ratio import GradientRatio
 from stabilize.callbacks.interruption import Interruption
@@ -15,6 +16,7 @@ from stabilize.callbacks.weight_average import WeightAverage
 __all__ = [
     "ActivationScale",
     "AttentionEntropy",
+    "Checkpoints",
     "EpsilonAudit",
     "GradientRatio",
     "Interruption",

@@ -24,6 +24,13 @@ class ForwardMonitor(LayerMonitor):
         super().__init__(every, layers, figures)
         self._total: Tensor | None = None
 
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"total": self._total}  # none but in the middle of an update
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._total = state_dict.get("total")
+
     @abstractmethod
     def look(self) -> None:
         """Put the hooks on."""
@@ -51,7 +58,7 @@ class ForwardMonitor(LayerMonitor):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self.watching:
             sums = self.gather(trainer, pl_module.device)
-            self._total = sums if self._total is None else self.add(self._total, sums)
+            self._total = sums if self._total is None else self.add(self._total.to(sums.device), sums)
         self.unwatch()
 
     def on_before_optimizer_step(

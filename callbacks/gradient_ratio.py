@@ -73,10 +73,27 @@ class GradientRatio(LayerMonitor):
         """What is measured of the layers of a stack: ("", stack) the layers, ("_role", stack) their parts of a role."""
         self._squares: dict[nn.Module, Tensor] = {}
         self._ran: set[nn.Module] = set()
+        self._squares_before: list[Tensor | None] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        # None but in the middle of an update.
+        squares = [self._squares.get(layer) for layer in self._watched] if self._squares else []
+        return super().state_dict() | {"squares": squares}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._squares_before = state_dict.get("squares", [])
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_fit_start(trainer, pl_module)
         self.parts = {("", stack): layers for stack, layers in self.stacks.items()}
+        gathered, self._squares_before = self._squares_before, []
+        self._squares = {
+            layer: square.to(pl_module.device)
+            for layer, square in zip(self._watched, gathered, strict=False)
+            if square is not None
+        }
+        self._ran = set(self._squares)
         for stack, layers in self.stacks.items() if self.roles else ():
             found = [roles_of(layer) for layer in layers]
             if not any(found):
@@ -86,6 +103,10 @@ class GradientRatio(LayerMonitor):
                 )
             for role in dict.fromkeys(role for parts in found for role in parts):
                 self.parts[f"_{role}", stack] = [parts.get(role, nn.ModuleList()) for parts in found]
+
+    @property
+    def _watched(self) -> list[nn.Module]:
+        return [layer for layers in self.stacks.values() for layer in layers]
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.activations and self.is_due(trainer):
@@ -106,7 +127,7 @@ class GradientRatio(LayerMonitor):
                 if ran.isdisjoint(layers):
                     self.warn_unseen(stack)
             missing = norms.new_full((), math.nan)
-            of_outputs = torch.stack([squares.get(layer, missing) for stack in self.stacks.values() for layer in stack])
+            of_outputs = torch.stack([squares.get(layer, missing) for layer in self._watched])
             norms = torch.cat([norms, trainer.strategy.reduce(of_outputs, reduce_op="sum").sqrt()])
         norms = norms.cpu()  # the one transfer to the host
 

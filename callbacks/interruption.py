@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -15,6 +15,9 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from stabilize import slurm
+from stabilize.callbacks.checkpoints import Checkpoints
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -22,29 +25,32 @@ class Interruption(pl.Callback):
     """After the first SIGINT or SIGTERM the update is finished, the state saved, and the run ends; a second one ends it
     at once.
 
-    A validation that runs or is due is finished first. What is saved is `checkpoints/last.ckpt` of the run folder, from
-    which a run goes on as if nothing had happened, but that its best checkpoint is counted anew. Several processes end
-    together, whichever of them gets the signal. Under a SLURM that requeues, SIGTERM is left to Lightning.
+    A validation that runs or is due is finished first. What is saved is `last.ckpt` of `Checkpoints`, from which a run
+    goes on as if nothing had happened. Several processes end together, whichever of them gets the signal. An evaluation
+    has nothing to save, and ends at once.
+
+    In a SLURM job Lightning's signal for it (SIGUSR1, or what `trainer.plugins` gives SLURMEnvironment) does the same
+    and queues the job again; the SIGTERM that SLURM sends after it changes nothing.
 
     Raises:
         KeyboardInterrupt: after SIGINT.
-        SIGTERMException: after SIGTERM, as Lightning does.
+        SIGTERMException: after another signal, with the exit code 128 + its number.
     """
 
     def __init__(self) -> None:
         self.received = 0
         """The signal's number."""
-        self._before: dict[int, Any] = {}
+        self._requeues: int | None = None
+        """The signal after which the job is queued again."""
+        self._before: Any = None
+        """What SIGINT did before; Lightning puts back all others."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.received = 0
-        if threading.current_thread() is not threading.main_thread():
-            return  # only the main thread may say what a signal does
+        self.received = signal.SIGTERM if trainer.received_sigterm else 0  # Lightning takes note while all is prepared
         environment = trainer._accelerator_connector.cluster_environment
-        requeued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
-        for number in SIGNALS[:1] if requeued else SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as in a job in the background of a script
-                self._before[number] = signal.signal(number, self._receive)
+        slurm_asks = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        self._requeues = environment.requeue_signal if slurm_asks else None
+        self._listen(self._receive)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any) -> None:
         loop = trainer.fit_loop
@@ -68,10 +74,30 @@ class Interruption(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.received:  # after the last update: all is done and saved, but what would follow is not wanted
             raise _ending(self.received)
-        self._restore()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._listen(self._end_at_once)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._listen(self._end_at_once)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._listen(self._end_at_once)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._restore()
+        if isinstance(exception, KeyboardInterrupt) and self._before is not None:
+            # Lightning ignores it from now on.
+            signal.signal(signal.SIGINT, self._before)
+
+    def _listen(self, handler: Callable[[int, FrameType | None], None]) -> None:
+        """Until the trainer is done, which then puts back what was there before it."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # only the main thread may say what a signal does
+        self._before = signal.getsignal(signal.SIGINT)
+        for number in SIGNALS if self._requeues is None else (*SIGNALS, self._requeues):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as in a job in the background of a script
+                signal.signal(number, handler)
 
     def _over_ranks(self, trainer: pl.Trainer) -> int:
         """The signal that any of the processes has received, or zero."""
@@ -81,24 +107,24 @@ class Interruption(pl.Callback):
         return int(trainer.strategy.reduce(number, reduce_op="max"))
 
     def _end(self, trainer: pl.Trainer, received: int) -> NoReturn:
-        path, saved = Path(trainer.default_root_dir) / "checkpoints" / "last.ckpt", ""
-        if trainer.checkpoint_callback is not None:
-            trainer.save_checkpoint(path)
-            saved = f"; it goes on with --ckpt_path {path}"
+        places = [saves.keep_state(trainer) for saves in trainer.checkpoint_callbacks if isinstance(saves, Checkpoints)]
         if trainer.is_global_zero:
+            saved = f"; it goes on with --ckpt_path {places[0]}" if places else ""
             _say(f"ended after update {trainer.global_step:,}{saved}")
+            if received == self._requeues:
+                _say(slurm.requeue())
         raise _ending(received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.received and self.received == self._requeues and number != signal.SIGINT:
+            return
         if self.received:
             raise _ending(number)
         self.received = number
         _say(f"{signal.Signals(number).name}: the update is finished and saved first; once more ends at once")
 
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    def _end_at_once(self, number: int, frame: FrameType | None) -> NoReturn:
+        raise _ending(number)
 
 
 def _say(words: str) -> None:
@@ -108,4 +134,4 @@ def _say(words: str) -> None:
 
 
 def _ending(received: int) -> BaseException:
-    return SIGTERMException() if received == signal.SIGTERM else KeyboardInterrupt()
+    return KeyboardInterrupt() if received == signal.SIGINT else SIGTERMException(128 + received)

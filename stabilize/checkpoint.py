@@ -6,6 +6,7 @@ import contextlib
 import os
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +66,34 @@ def _to_disk(folder: Path) -> None:
             os.close(directory)
 
 
-def newest(folder: Path, beside: Path | None = None) -> Path | None:
-    """The newest good checkpoint of the runs in `folder`; damaged ones are passed over with a warning.
+def newest(
+    folder: Path, beside: Path | None = None, runs: str = "*", of: Mapping[str, Any] | None = None
+) -> Path | None:
+    """The newest good checkpoint of the runs in `folder` from which training can go on.
+
+    Damaged ones are passed over with a warning.
 
     Args:
         folder: of all runs.
         beside: where checkpoints lie too.
+        runs: which of them, a pattern.
+        of: what the checkpoint has to say of its run; none: any.
     """
-    everything = [*folder.glob("*/checkpoints/*.ckpt"), *(beside.glob("*.ckpt") if beside else ())]
+    everything = [*folder.glob(f"{runs}/checkpoints/*.ckpt"), *(beside.glob("*.ckpt") if beside else ())]
     for path in sorted(everything, key=_age):
         try:
-            read(path)
+            saved = read(path)
         except UserError:
             warnings.warn(f"{path} is damaged; the one before it is taken", stacklevel=2)
-        else:
+            continue
+        if is_whole_state(saved) and (of is None or of.items() <= saved.get("run", {}).items()):
             return path
     return None
+
+
+def is_whole_state(saved: dict[str, Any]) -> bool:
+    """Whether there is more than weights."""
+    return "optimizer_states" in saved
 
 
 def _age(path: Path) -> float:

@@ -6,12 +6,13 @@ Every threshold stands here. They are drawn where the published theory and this 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VANISHING = 1e-2
 """Gradient of a layer over the last layer's. Post-norm theory gives (2/3)^((L-1)/2): 0.1 at 12 layers, 0.03 at 18."""
@@ -160,6 +161,17 @@ class Diary:
             elif before is not None:
                 self.findings[sign.rule, sign.where] = dataclasses.replace(before, passed=True)
         return new
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was taken in, in plain values; the entropy is the text's."""
+        state = {name: copy.copy(value) for name, value in vars(self).items() if name != "entropy"}
+        return state | {"findings": [dataclasses.asdict(finding) for finding in self.findings.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state_dict`."""
+        vars(self).update({name: copy.copy(value) for name, value in state.items()})
+        found = [Finding(**finding) for finding in state["findings"]]
+        self.findings = {(finding.rule, finding.where): finding for finding in found}
 
     @property
     def all(self) -> list[Finding]:

@@ -119,6 +119,10 @@ class TranslationTask(LightningModule):
         self._tally = _Tally()
         self._optimizers_before: list[dict[str, Any]] = []
         self._generators_before: list[dict[str, Any]] = []
+        self._window_before: dict[str, Any] | None = None
+        self._plan_before: int | None = None
+        """Updates that the run was to have from which this one goes on."""
+        self._weights_before: dict[str, Tensor] | None = None
         self._tokens_seen = 0
         self._since_log = [0.0, 0.0, 0.0]
         """Loss, nll and tokens between a checkpoint and the log before it."""
@@ -140,6 +144,9 @@ class TranslationTask(LightningModule):
         )
         for layer in self.model.layers:
             layer.compiled, layer.checkpointed = self.compile_layers, self.checkpoint_layers
+        if self._weights_before is not None:
+            self.load_state_dict(self._weights_before)
+            self._weights_before = None
 
     def setup(self, stage: str) -> None:
         """Refuse text that is too long for learned positions, before any work is done."""
@@ -208,8 +215,9 @@ class TranslationTask(LightningModule):
             ]
         groups: list[dict[str, Any]] = []
         factors: list[Callable[[int], float]] = []
-        planned = self.trainer.max_steps if self.trainer.max_steps > 0 else None
+        planned = self._plan
         for stabilizer, parameters in shares:
+            self._tell_plan(stabilizer)
             plain = [p for p in parameters if p.ndim < 2 or id(p) in spared]
             decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
             factor = stabilizer.warmup.at(self.sizes.width, planned).factor
@@ -218,6 +226,25 @@ class TranslationTask(LightningModule):
                     groups.append(dict(group))
                     factors.append(factor)
         return groups, factors
+
+    @property
+    def _plan(self) -> int | None:
+        """Updates after which a schedule may end: those of the run's beginning, or the rate would jump where it goes
+        on with others."""
+        return self._plan_before or (self.trainer.max_steps if self.trainer.max_steps > 0 else None)
+
+    def _tell_plan(self, stabilizer: Stabilizer) -> None:
+        """Warn of a schedule that will not end with this run."""
+        here = self.trainer.max_steps
+        if self._plan_before in (None, here) or here < 1:
+            return
+        kept, new = (stabilizer.warmup.at(self.sizes.width, plan) for plan in (self._plan_before, here))
+        if vars(kept) != vars(new):
+            warnings.warn(
+                f"trainer.max_steps is {self._plan_before} in the checkpoint and {here} here; the learning rate of "
+                f"{type(kept).__name__} keeps the end it began with, and a new one begins with --weights",
+                stacklevel=2,
+            )
 
     # ------------------------------------------------------------------ training
 
@@ -240,6 +267,9 @@ class TranslationTask(LightningModule):
         if self.trainer.is_global_zero:  # it is the sum of all ranks
             self._tally.take(self._since_log)
         self._since_log = [0.0, 0.0, 0.0]
+        if self._window_before is not None:
+            self._enter(self._window_before)
+            self._window_before = None
         self._moved = [
             part
             for part in self.model.modules()
@@ -260,6 +290,9 @@ class TranslationTask(LightningModule):
         return loss * (self.trainer.accumulate_grad_batches / LOSS_UNIT)
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        self._watch_gradients(optimizer)
+
+    def _watch_gradients(self, optimizer: Optimizer) -> None:
         self.gradients = Gradients.of(optimizer, (self.model.output or self.model.target_embedding).weight)
 
     def on_after_backward(self) -> None:
@@ -467,7 +500,19 @@ class TranslationTask(LightningModule):
         checkpoint["tokens_seen"] = self._tokens_seen
         checkpoint["since_log"] = self._over_ranks(self._tally.since_log(self.device)).tolist()
         checkpoint["generators"] = self._of_ranks(generators.state())
+        checkpoint["planned"] = self._plan
+        checkpoint["window"] = self._window() if self.trainer.fit_loop._should_accumulate() else None
         checkpoint["clipping"] = {"class": type(self.clipping).__name__, "state": self.clipping.state()}
+
+    def start_from(self, checkpoint: dict[str, Any]) -> None:
+        """Begin a run with a checkpoint's weights and nothing else of it, before the model is built.
+
+        Raises:
+            UserError: it is of another model.
+        """
+        self.check(checkpoint)
+        self._weights_before = checkpoint["state_dict"]
+        self._prepared = checkpoint["global_step"] > 0
 
     def check(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint of another model.
@@ -493,11 +538,36 @@ class TranslationTask(LightningModule):
             )
         self._tokens_seen = checkpoint["tokens_seen"]
         self._since_log = checkpoint["since_log"]
+        self._window_before = checkpoint.get("window")
+        self._plan_before = checkpoint.get("planned")
+        self._deal_out(checkpoint)
         if checkpoint["clipping"]["class"] == type(self.clipping).__name__:
             self.clipping.restore(checkpoint["clipping"]["state"])
         self._tell_changes(checkpoint)
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
+
+    def _window(self) -> dict[str, Any]:
+        """What an update has gathered that a validation has interrupted, of all ranks."""
+        gradients = [None if p.grad is None else self._over_ranks(p.grad.clone()) for p in self.parameters()]
+        return {"gradients": gradients, "sums": self._over_ranks(self._tally.gathered(self.device)).tolist()}
+
+    def _enter(self, window: dict[str, Any]) -> None:
+        """Go on in the middle of an update; ranks have equal shares of the gradients, of which DDP takes the mean."""
+        for parameter, gradient in zip(self.parameters(), window["gradients"], strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter) / self.trainer.world_size
+        self._watch_gradients(self.trainer.optimizers[0])
+        if self.trainer.is_global_zero:  # the sums of all ranks are added up
+            self._tally.enter(window["sums"])
+
+    def _deal_out(self, checkpoint: dict[str, Any]) -> None:
+        """Let Lightning's counters of batches, each rank's own, count the same data over another number of ranks."""
+        before, here = len(checkpoint.get("generators", [])), self.trainer.world_size
+        if self.trainer.state.fn != TrainerFn.FITTING or before in (0, here):
+            return
+        counters = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        for counts in (counters["total"], counters["current"]):
+            counts |= {name: count * before // here for name, count in counts.items()}
 
     def _tell_changes(self, checkpoint: dict[str, Any]) -> None:
         """Warn of what is not the model's and may change, where training goes on."""
@@ -566,13 +636,23 @@ class _Tally:
 
     def close(self, device: torch.device) -> Tensor:
         """End the update; its loss and tokens `[2]`."""
-        (loss, tokens), self.window = self.window, (torch.zeros((), dtype=torch.float64), 0)
+        gathered, self.window = self.gathered(device), (torch.zeros((), dtype=torch.float64), 0)
+        return gathered
+
+    def gathered(self, device: torch.device) -> Tensor:
+        """Loss and tokens `[2]` of an update that has not ended."""
+        loss, tokens = self.window
         return torch.stack([loss.to(device), torch.tensor(tokens, dtype=torch.float64, device=device)])
 
     def drop(self) -> None:
         """Forget the last update."""
         self.losses, self.tokens = self.before
         self.window = (torch.zeros((), dtype=torch.float64), 0)
+
+    def enter(self, gathered: Sequence[float]) -> None:
+        """Go on with an update that has loss and tokens already."""
+        loss, tokens = gathered
+        self.window = torch.tensor(loss, dtype=torch.float64), int(tokens)
 
     def since_log(self, device: torch.device) -> Tensor:
         """Loss, nll and tokens `[3]` since the last log."""

@@ -21,6 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugins": set(),
     "kernels": set(),
     "generators": set(),
+    "slurm": set(),
     "gradients": set(),
     "precision": set(),
     "stats": set(),
@@ -36,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "decoding": {"model"},
     "evaluation": {"metrics", "data"},
     "probe": {"model", "strategies", "stats"},
-    "callbacks": {"findings", "generators", "gradients", "precision", "stats"},
+    "callbacks": {"findings", "generators", "gradients", "precision", "slurm", "stats"},
     "checkpoint": set(),
     "task": {
         *("checkpoint", "data", "decoding", "evaluation", "generators", "gradients", "loss", "metrics", "model"),

@@ -19,6 +19,7 @@ SAVED: dict[str, Any] = {
     "task": {},
     "tokenizer": b"pieces",
     "state_dict": {"w": torch.arange(20_000.0)},
+    "optimizer_states": [],
     "global_step": 1,
 }
 

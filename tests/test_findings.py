@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
+import torch
 
 from stabilize import findings as module
 from stabilize.findings import ALIKE, EXPLODING, REMEDIES, VANISHING, Diary, findings, number
@@ -207,3 +209,24 @@ def test_every_rule_has_a_remedy_with_its_source() -> None:
 )
 def test_a_number_is_short(value: float, written: str) -> None:
     assert number(value) == written
+
+
+def test_a_diary_goes_on_from_its_state() -> None:
+    """As a checkpoint holds it: read without running code, and nothing is found a second time."""
+    records = [(update, {"train/nll": 5.0 + update / 9, "val/bleu": update % 7}) for update in range(1, 40)]
+    records += [(40, {"gradient_ratio/encoder/layer_001": 1e-7, "stability/spikes": 2.0})]
+    whole, first, second = Diary(), Diary(), Diary()
+    for update, metrics in records:
+        whole.add(update, metrics)
+    for update, metrics in records[:25]:
+        first.add(update, metrics)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert [found.rule for update, metrics in records[25:] for found in second.add(update, metrics)] == [
+        "jumped",
+        "vanishing",
+    ]
+    assert second == whole
+    assert "vanishing" in whole.verdict or "diverged" in whole.verdict

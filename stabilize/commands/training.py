@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import logging
 import os
@@ -34,10 +35,11 @@ from rich.console import Console
 from torch import nn
 from torch.multiprocessing import ProcessRaisedException
 
-from stabilize import averaging, checkpoint, kernels, plugins
+from stabilize import averaging, checkpoint, kernels, plugins, slurm
 from stabilize.callbacks import (
     ActivationScale,
     AttentionEntropy,
+    Checkpoints,
     EpsilonAudit,
     GradientRatio,
     Interruption,
@@ -48,6 +50,7 @@ from stabilize.callbacks import (
     UpdateRatio,
 )
 from stabilize.card import OPTIMIZER, beside
+from stabilize.commands import continuing, ranks
 from stabilize.commands.card import card
 from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_named, mistake, one_line, options
 from stabilize.commands.narrator import Narrator
@@ -58,9 +61,6 @@ from stabilize.task import TranslationTask
 
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
 """Environment variable by which the process that starts a run names its folder to the other ranks."""
-
-CHECKPOINT = "STABILIZE_CHECKPOINT"
-"""The same of the checkpoint that `last` and `auto` have found."""
 
 WANDB_MODES = {
     "online": "online",
@@ -77,16 +77,15 @@ NOISE = (
     r".*does not have many workers",  # batches are made faster than a model reads them
     r"The number of training batches .* is smaller than the logging interval",
     r"`ModelCheckpoint\(monitor=.*\)` could not find the monitored key",  # no validation yet; the last weights are kept
-    r"The dirpath has changed from",  # each run has its own folder; what it goes on from stays where it is
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""How a system says that there is no more room."""
+
 BEGUN = {"config.yaml", "data.json", "tokenizer.model", "wandb"}
 """What a run has in its folder before it does anything."""
-
-NEWEST = ("last", "auto")
-"""In place of a path, the newest good checkpoint of all runs; where there is none, `auto` starts from nothing."""
 
 LOOKING = ("prepare", "explain", "probe", "bench")
 """Verbs that carry out no run: they need no weights and leave no run folder."""
@@ -185,6 +184,8 @@ class Command(LightningCLI):
 
     def __init__(self, arguments: list[str]) -> None:
         self.verb, self.words = arguments[0], arguments
+        self.goes_on_as: str | None = None
+        """The name of the run whose state this one goes on from."""
         super().__init__(
             TranslationTask,
             TranslationData,
@@ -241,8 +242,16 @@ class Command(LightningCLI):
             "--test_after_fit", type=bool, default=False, help="test the final weights when fit is done."
         )
         parser.add_class_arguments(averaging.Which, "test_average")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.save_last": True, "checkpoint.filename": "update_{step}"})
+        parser.add_argument(
+            "--weights",
+            type=str | None,
+            default=None,
+            help="fine-tune: start a new run from the weights of this checkpoint, with everything else, such as "
+            "counters, optimizer, schedule and order of the data, at its beginning. Where ckpt_path goes on from a "
+            "state, that state counts.",
+        )
+        parser.add_lightning_class_args(Checkpoints, "checkpoint")
+        parser.set_defaults({"checkpoint.filename": "update_{step}"})
         parser.set_defaults({"checkpoint.auto_insert_metric_name": False})
         parser.set_defaults({"checkpoint.monitor": "val/nll"})
         for key, monitor in MONITORS.items():
@@ -267,8 +276,9 @@ class Command(LightningCLI):
         given = self._get(self.config_init, "trainer")
         folder = run_folder(Path(given.get("default_root_dir") or "runs"))
         kwargs |= {"default_root_dir": str(folder)}
+        name = self.goes_on_as or os.environ.get("WANDB_RUN_ID") or folder.name
         if given.get("logger") in (None, True) and not given.get("barebones"):
-            kwargs["logger"] = [table(folder), weights_and_biases(folder)]
+            kwargs["logger"] = [table(folder), weights_and_biases(folder, name)]
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -277,6 +287,8 @@ class Command(LightningCLI):
             trainer.strategy.checkpoint_io = checkpoint.DurableFiles()
         if trainer.loggers:
             trainer.loggers = [*trainer.loggers, Narrator(folder, self.subcommand == "fit")]
+        if not given.get("barebones"):
+            trainer.callbacks.insert(0, continuing.Continuity(name, self.words))
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:
@@ -308,34 +320,40 @@ class Command(LightningCLI):
 
     def _check_checkpoint(self) -> None:
         """Refuse a checkpoint of another model, or none, before a run folder is made and text is read."""
-        path = self._chosen_checkpoint()
+        fits = self.subcommand == "fit"
+        path, weights = self._chosen_checkpoint(), self._get(self.config_init, "weights")
         if path is not None:
-            saved = checkpoint.read(Path(path))
+            saved = checkpoint.read(path)
             self.model.check(saved)
-            self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
-        elif self.subcommand not in ("fit", *LOOKING):
+            if fits and not checkpoint.is_whole_state(saved):
+                raise UserError(f"ckpt_path is {path}, which has weights alone; --weights {path} would do")
+            self.goes_on_as = saved.get("run", {}).get("name") if fits else None
+        elif fits and weights is not None:
+            saved = checkpoint.read(Path(weights), "weights")
+            self.model.start_from(saved)
+            if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                print(
+                    f"fine-tunes the weights of {weights}, update {saved['global_step']:,}: counters, optimiser, "
+                    "schedule, order of the data and best scores are reset",
+                    flush=True,
+                )
+        elif not fits and self.subcommand not in LOOKING:
             raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
+        else:
+            return
+        self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
 
     def _chosen_checkpoint(self) -> Path | None:
         """The checkpoint to go on from, its name in place of `last` and `auto`."""
-        asked = self._get(self.config_init, "ckpt_path")
-        if asked not in NEWEST:
-            return None if asked is None else Path(asked)
-        folder = Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs")
-        beside = self._get(self.config, "checkpoint").get("dirpath")
-        if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
-            path = Path(known) if (known := os.environ.get(CHECKPOINT)) else None
-        else:
-            path = checkpoint.newest(folder, Path(beside) if beside else None)
-            os.environ[CHECKPOINT] = str(path or "")
-        if path is None and asked == "last":
-            raise UserError(
-                f"ckpt_path is last, but no run in {folder} has a checkpoint; auto would start from nothing"
-            )
+        place = self._get(self.config, "checkpoint").get("dirpath")
+        path = continuing.start(
+            self._get(self.config_init, "ckpt_path"),
+            Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs"),
+            Path(place) if place else None,
+            self.words if self.subcommand == "fit" else None,
+        )
         for config in (self.config, self.config_init):  # what is kept with the run, and what it is made of
             config[self.subcommand].ckpt_path = None if path is None else str(path)
-        if rank_zero_only.rank == 0:  # type: ignore[attr-defined]
-            print("a fresh start: there is no checkpoint yet" if path is None else f"goes on from {path}", flush=True)
         return path
 
     def before_fit(self) -> None:
@@ -438,8 +456,9 @@ def no_folder_of_a_refusal() -> Iterator[None]:
 
 
 def folder_name() -> str:
-    """A name by the time, which no other folder has."""
-    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
+    """A name by the time and the SLURM job, which no other folder has."""
+    job = continuing.of_job(slurm.job())
+    return f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{job}{secrets.token_hex(2)}"
 
 
 def table(folder: Path) -> Logger:
@@ -447,7 +466,7 @@ def table(folder: Path) -> Logger:
     return CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
 
 
-def weights_and_biases(folder: Path) -> Logger:
+def weights_and_biases(folder: Path, name: str) -> Logger:
     """A run in `folder`/wandb: online for who is logged in or asks by WANDB_MODE, else offline; never a question."""
     asked = os.environ.get("WANDB_MODE") or None
     if asked is not None and asked not in WANDB_MODES:
@@ -457,15 +476,15 @@ def weights_and_biases(folder: Path) -> Logger:
         if asked:
             raise UserError(f"WANDB_MODE is {asked}, but nobody is logged in; wandb login, or offline, would do")
         mode = "offline"
-    return wandb_logger(folder, mode)
+    return wandb_logger(folder, mode, name)
 
 
-def wandb_logger(folder: Path, mode: str) -> Logger:
-    """A run in `folder`/wandb, in one of the modes of Weights & Biases."""
+def wandb_logger(folder: Path, mode: str, name: str | None = None) -> Logger:
+    """A run in `folder`/wandb, in one of the modes of Weights & Biases; `name`: of the run, if not the folder's."""
     logger = WandbLogger(
         save_dir=folder,
-        id=folder.name,
-        name=folder.name,
+        id=name or folder.name,
+        name=name or folder.name,
         project=os.environ.get("WANDB_PROJECT", "stabilize"),
         offline=mode == "offline",
         mode=mode,
@@ -495,6 +514,8 @@ def run(arguments: list[str], command: type[Command] = Command) -> int:
         warnings.filterwarnings("ignore", message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
+        ranks.end_with_the_first()
     with no_folder_of_a_refusal():
         return carry_out(command, arguments)
 
@@ -508,14 +529,23 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
     """
     try:
         command(arguments)
-    except SIGTERMException:
-        return 128 + signal.SIGTERM
+    except SIGTERMException as end:
+        return end.code if isinstance(end.code, int) else 128 + signal.SIGTERM
     except ProcessRaisedException as error:  # of ddp_spawn, whose processes hand on their traceback as text
         for kind in (UserError, TrainingStoppedError):
             _, name, told = str(error).strip().rpartition(f"{kind.__module__}.{kind.__name__}: ")
             if name:
                 raise kind(told) from None
         raise
+    except RuntimeError as error:
+        if ranks.is_loss_of_another(error):
+            raise UserError(ranks.LOST) from error
+        raise
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        place = f" ({error.filename})" if error.filename else ""
+        raise UserError(f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as()}") from error
     except MisconfigurationException as error:
         raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
     except SystemExit as end:

@@ -95,16 +95,17 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
             self.epoch, self.position = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data: epoch and batches of it that were used."""
-        return {"epoch": self.epoch, "position": self.position, "batches": len(self)}
+        """The place in the data: epoch, and how many of its batches all processes together have used."""
+        return {"epoch": self.epoch, "position": self.position * self._world_size, "batches": len(self._cuts) - 1}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place; to the start of its epoch where the batches are not the same ones any more."""
-        self.epoch, self.position = state["epoch"], state["position"]
-        if state["batches"] != len(self):
+        """Go to a saved place, of as many processes or of others; to the start of its epoch where the batches are not
+        the same ones any more."""
+        self.epoch, self.position = state["epoch"], state["position"] // self._world_size
+        if state["batches"] != len(self._cuts) - 1:
             warnings.warn(
-                f"the checkpoint's epoch has {state['batches']} batches, this one {len(self)} (other data, batch"
-                " size or number of processes): the epoch starts again",
+                f"the checkpoint's epoch has {state['batches']} batches, this one {len(self._cuts) - 1} (other data, "
+                "batch size or number of processes): the epoch starts again",
                 stacklevel=2,
             )
             self.position = 0

@@ -23,7 +23,7 @@ import yaml
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
 
 from stabilize import plugins
-from stabilize.callbacks import GradientRatio, LayerSimilarity
+from stabilize.callbacks import Checkpoints, GradientRatio, LayerSimilarity
 from stabilize.cli import main
 from stabilize.commands import training
 from stabilize.model.layer import compiled_run
@@ -257,7 +257,7 @@ def test_a_second_list_of_callbacks_leaves_the_commands_own(here: Path, monkeypa
     for name, callback in (("one", "Timer"), ("two", "LearningRateMonitor")):
         (here / f"{name}.yaml").write_text(f"trainer: {{callbacks: [{callback}]}}\n")
     (here / "more.yaml").write_text("trainer: {callbacks+: [LearningRateMonitor]}\n")
-    own = {GradientRatio, LayerSimilarity, ModelCheckpoint, training.RunConfig}
+    own = {GradientRatio, LayerSimilarity, Checkpoints, training.RunConfig}
     replaced = callbacks(monkeypatch, "--config=one.yaml", "--config=two.yaml")
     assert own | {LearningRateMonitor} <= set(replaced)
     assert Timer not in replaced
@@ -341,7 +341,7 @@ LATE = {
     ),
     "monitor": (
         ["--checkpoint.monitor=foo", "--trainer.val_check_interval=1"],
-        "the config cannot be carried out: `ModelCheckpoint(monitor='foo')` could not find the monitored key",
+        "checkpoint.monitor is foo, which no validation gives; val/loss, val/nll, val/bleu, val/chrf would do",
     ),
 }
 

@@ -166,3 +166,20 @@ def test_little_padding() -> None:
     batches = list(TokenBatches(source, target, tokens=4096))
     padded = sum(len(batch) * target[batch].max() for batch in batches)
     assert 1 - target.sum() / padded < 0.02
+
+
+def test_other_processes_go_on_at_the_same_place() -> None:
+    """Two where one was, and the other way round; nothing is used twice, nothing left out."""
+    pairs = [(1 + k % 7, 1 + k % 5) for k in range(200)]
+    whole = sampler(pairs, tokens=46)
+    assert len(whole) % 2 == 0
+    expected = [batch.tolist() for batch in whole]
+    whole.position = 6
+    two = [sampler(pairs, tokens=46, rank=rank, world_size=2) for rank in range(2)]
+    for share in two:
+        share.load_state_dict(whole.state_dict())
+    dealt = [batch.tolist() for together in zip(*two, strict=True) for batch in together]
+    assert dealt == expected[6:]
+    two[0].position = 4
+    whole.load_state_dict(two[0].state_dict())
+    assert [batch.tolist() for batch in whole] == expected[8:]
