@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -23,7 +24,7 @@ class Snapshot:
 
     update: int
     weights: dict[str, Tensor]
-    """Parameters and buffers by name, also those that no checkpoint holds."""
+    """Parameters and buffers by name, also those that no checkpoint holds, and those of averages of the weights."""
     optimizers: list[dict[str, Any]]
     schedules: list[dict[str, Any]]
     precision: dict[str, Any]
@@ -39,7 +40,7 @@ class Snapshot:
         clipping: Any = getattr(pl_module, "clipping", None)
         return cls(
             update=update,
-            weights={name: _on_the_host(tensor) for name, tensor in _tensors(pl_module)},
+            weights={name: _on_the_host(tensor) for name, tensor in _tensors(trainer, pl_module)},
             optimizers=[_copied(optimizer.state_dict()) for optimizer in trainer.optimizers],
             schedules=[_copied(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
             precision=_copied(trainer.precision_plugin.state_dict()),
@@ -50,7 +51,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the training back to where it was; the place in the data and the count of updates go on."""
-        for name, tensor in _tensors(pl_module):
+        for name, tensor in _tensors(trainer, pl_module):
             tensor.copy_(self.weights[name])
         for optimizer, state in zip(trainer.optimizers, self.optimizers, strict=True):
             optimizer.load_state_dict(_copied(state))  # which would train on with the very tensors it is given
@@ -74,9 +75,11 @@ def slow_down(trainer: pl.Trainer, factor: float) -> None:
                     setattr(schedule, rates, [rate * factor for rate in getattr(schedule, rates)])
 
 
-def _tensors(module: pl.LightningModule) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
-        yield name, tensor.detach()
+def _tensors(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Iterator[tuple[str, Tensor]]:
+    averages = [callback._average_model for callback in trainer.callbacks if isinstance(callback, WeightAveraging)]
+    for number, module in enumerate((pl_module, *filter(None, averages))):
+        for name, tensor in chain(module.named_parameters(), module.named_buffers()):
+            yield f"{number}.{name}", tensor.detach()
 
 
 def _on_the_host(value: Any) -> Any:

@@ -25,7 +25,7 @@ POISONED = "decoder.layers.0.branches.2.function"
 """The module that it comes from."""
 
 
-OF_THE_TASK = ("stabilizer", "clipping", "checkpoint_layers", "compile_layers")
+OF_THE_TASK = ("stabilizer", "clipping", "dropout", "checkpoint_layers", "compile_layers")
 """Options of `train` that are not the trainer's."""
 
 
@@ -132,11 +132,7 @@ def train(
     folder: Path, given: Sequence[Batch], guard: SpikeGuard, *others: pl.Callback, **options: Any
 ) -> tuple[dict[str, Any], TranslationTask, str]:
     """Train on batches in order; what it came to, the task, and why it was stopped, if it was."""
-    made = {
-        name: options.pop(name)
-        for name in ("stabilizer", "clipping", "checkpoint_layers", "compile_layers")
-        if name in options
-    }
+    made = {name: options.pop(name) for name in OF_THE_TASK if name in options}
     task = small_task(**{"optimizer": ADAM} | made)
     ckpt_path = options.pop("ckpt_path", None)
     accumulate = options.get("accumulate_grad_batches", 1)
