@@ -92,15 +92,16 @@ class HubCorpus(TranslationData):
         except ImportError as error:
             need = "HubCorpus needs the package datasets, pip install 'stabilize-nmt[hub]'"
             raise UserError(f"{need}; or {INSTEAD}") from error
-        where = {"path": self.path, "name": self.dataset_name, "revision": self.revision}
         try:
             with (
                 path.open("w", encoding="utf-8", newline="\n") as file,
                 progress(f"fetch {self.path}", None) as advance,
             ):
-                if split not in datasets.get_dataset_split_names(**where):
+                if split not in datasets.get_dataset_split_names(self.path, self.dataset_name, revision=self.revision):
                     return
-                rows = datasets.load_dataset(**where, split=split, streaming=True)
+                rows = datasets.load_dataset(
+                    self.path, self.dataset_name, revision=self.revision, split=split, streaming=True
+                )
                 if split == "train" and self.train_pairs is not None:
                     rows = rows.shuffle(seed=self.subset_seed, buffer_size=BUFFER).take(self.train_pairs)
                 for row in rows:

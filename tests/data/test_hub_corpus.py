@@ -45,15 +45,17 @@ class Hub(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("datasets")
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[tuple[str | None, ...]] = []
         self.rows = dict(ROWS)
 
-    def get_dataset_split_names(self, **where: Any) -> list[str]:
+    def get_dataset_split_names(self, path: str, config_name: str | None = None, *, revision: str | None) -> list[str]:
         return [*self.rows]
 
-    def load_dataset(self, *, split: str, streaming: bool, **where: Any) -> Rows:
+    def load_dataset(
+        self, path: str, name: str | None = None, *, revision: str | None, split: str, streaming: bool
+    ) -> Rows:
         assert streaming
-        self.asked.append(where)
+        self.asked.append((path, name, revision))
         return Rows(self.rows[split])
 
 
@@ -72,7 +74,7 @@ def corpus(folder: Path, **options: Any) -> HubCorpus:
 def test_a_pinned_revision_is_fetched_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = corpus(tmp_path)
     module.setup("fit")
-    assert hub.asked == [{"path": "wmt/wmt14", "name": "de-en", "revision": "b199e40"}] * 2
+    assert hub.asked == [("wmt/wmt14", "de-en", "b199e40")] * 2
     assert {split: module.account[split]["pairs"] for split in ("train", "validation")} == {
         "train": 50,
         "validation": 2,
@@ -105,7 +107,7 @@ def test_a_dataset_without_validation_text_holds_some_out(hub: Hub, tmp_path: Pa
 
 
 def test_a_hub_that_cannot_be_reached(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise ConnectionError("Couldn't reach\n'wmt/wmt14' on the Hub")
 
     monkeypatch.setattr(hub, "get_dataset_split_names", refuse)
