@@ -52,7 +52,8 @@ class DurableFiles(TorchCheckpointIO):
                 f"the checkpoint {place} cannot be written: {said}; checkpoints of before are whole{such_as()}"
             ) from error
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
 
 def _to_disk(folder: Path) -> None:

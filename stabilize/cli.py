@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error}\n(--debug shows the traceback)", file=sys.stderr)
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
+        print(f"error: {type(error).__name__}: {error}{notes}\n(--debug shows the traceback)", file=sys.stderr)
         return 1
 
 
@@ -106,3 +107,7 @@ def _dispatch(words: list[str]) -> int:
     module, function = OWN.get(verb, ("training", "run"))
     carry_out = getattr(importlib.import_module(f"stabilize.commands.{module}"), function)
     return carry_out(words[1:] if verb in OWN else words)
+
+
+if __name__ == "__main__":  # python stabilize/cli.py
+    sys.exit(main())

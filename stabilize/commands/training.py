@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import inspect
 import logging
 import os
@@ -10,7 +11,9 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import requires, version
@@ -21,7 +24,7 @@ import jsonargparse._typehints
 import lightning.pytorch as lightning
 import torch
 import wandb
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import Namespace, set_loader
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -48,8 +51,19 @@ from stabilize.callbacks import (
     UpdateRatio,
 )
 from stabilize.card import OPTIMIZER, beside
+from stabilize.commands import strict_yaml
 from stabilize.commands.card import card
-from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_named, mistake, one_line, options
+from stabilize.commands.mistakes import (
+    CONFIG,
+    cause_in,
+    check,
+    check_numbers,
+    class_being_made,
+    class_named,
+    made,
+    one_line,
+    options,
+)
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
@@ -87,6 +101,12 @@ BEGUN = {"config.yaml", "tokenizer.model", "wandb"}
 
 NEWEST = ("last", "auto")
 """In place of a path, the newest good checkpoint of all runs; where there is none, `auto` starts from nothing."""
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+"""What the system says where nothing more can be written; it does not always say of which file."""
+
+RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+"""The module in which a checkpoint becomes the state of a run."""
 
 LOOKING = ("explain", "probe", "bench")
 """Verbs that carry out no run: they need no weights and leave no run folder."""
@@ -188,7 +208,8 @@ class Command(LightningCLI):
         for option, name in options(args[1:]):
             if option.endswith(".help") and name and not name.startswith("-"):
                 key = option[2:].removesuffix(".help")
-                print(inspect.getdoc(class_named(self._subcommand_parsers[self.verb], key, name)), end="\n\n")
+                chosen = class_named(self._subcommand_parsers[self.verb], key, name)
+                print(f"{inspect.getdoc(chosen)}\n\n" if chosen else "", end="")
         self.config = self.parsed(args)
 
     def parsed(self, words: list[str]) -> Namespace:
@@ -197,11 +218,14 @@ class Command(LightningCLI):
         Raises:
             UserError: a mistake in it, or in a file that it names.
         """
+        if not any(word in ("-h", "--help") or word.partition("=")[0].endswith(".help") for word in words):
+            check(self._subcommand_parsers[self.verb], words[1:])
         try:
             config = self.parser.parse_args(words)
-        except ArgumentError as error:
-            raise mistake(self._subcommand_parsers[self.verb], words[1:], error) from error
-        check_values(config[self.verb].as_dict())
+        except Exception as error:  # whatever parsing stumbles over is in the words, or in a file that they name
+            check(self._subcommand_parsers[self.verb], words[1:])
+            raise UserError(one_line(error)) from error
+        check_numbers(config[self.verb].as_dict())
         return config
 
     def task_of(self, config: Namespace) -> TranslationTask:
@@ -255,8 +279,11 @@ class Command(LightningCLI):
             kwargs["logger"] = [table(folder), weights_and_biases(folder)]
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(folder / "checkpoints")
+            if isinstance(callback, ModelCheckpoint):
+                if callback.dirpath is None:
+                    callback.dirpath = str(folder / "checkpoints")
+                else:
+                    make_folder(Path(callback.dirpath), "checkpoint.dirpath")
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = checkpoint.DurableFiles()
         if trainer.loggers:
@@ -272,8 +299,6 @@ class Command(LightningCLI):
             raise UserError(
                 f"trainer.callbacks has a {twice[0]}, but every run has one; its settings are a group of keys"
             )
-        if config.get("barebones"):  # Lightning's way to time the bare loop
-            return super()._instantiate_trainer(config, [])
         if config.get("enable_checkpointing") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
         # After all that look at an update, whose state is saved too; before those that print, which may fail.
@@ -285,7 +310,13 @@ class Command(LightningCLI):
             callbacks = [*callbacks, ProgressLines()]
         elif not own_bar:
             callbacks = [*callbacks, ProgressBar()]
-        return super()._instantiate_trainer(config, callbacks)
+        if config.get("barebones"):  # Lightning's way to time the bare loop
+            config, callbacks = {**config, "enable_progress_bar": None}, []
+
+        def make(settings: dict[str, Any]) -> lightning.Trainer:
+            return super(Command, self)._instantiate_trainer({**settings, "callbacks": list(given)}, callbacks)
+
+        return made("trainer", lightning.Trainer, make, config)
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's arguments win over the command line; here they have to agree."""
@@ -389,7 +420,12 @@ def in_the_users_words() -> Iterator[None]:
         told = cause_in(error)
         if told is not None:
             raise told from None
-        raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
+        refusal = refusal_of(error)
+        if refusal is not None:
+            raise UserError(refusal) from error
+        name = class_being_made(error) or "what the config says"
+        known = isinstance(error, ValueError | TypeError | MisconfigurationException)
+        raise UserError(f"{name} cannot be made: {(one_line if known else plugins.describe)(error)}") from error
 
 
 def run_folder(root: Path) -> Path:
@@ -398,14 +434,23 @@ def run_folder(root: Path) -> Path:
     if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_FOLDER, root))
     folder = root / folder_name()
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"the run folder {folder} cannot be made: {error.strerror}; give --trainer.default_root_dir another place"
-        ) from error
+    make_folder(folder, "trainer.default_root_dir")
     os.environ[RUN_FOLDER] = str(folder)
     return folder
+
+
+def make_folder(folder: Path, key: str) -> None:
+    """Make a folder that a key asks for, and see that one can write there.
+
+    Raises:
+        UserError: one cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"something")
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be used: {error.strerror}; {key} names another place") from error
 
 
 @contextlib.contextmanager
@@ -471,6 +516,7 @@ def run(arguments: list[str], command: type[Command] = Command) -> int:
         wanted = next(line for line in requires("stabilize-nmt") or [] if line.startswith("jsonargparse"))
         raise UserError(f"jsonargparse {version('jsonargparse')} is not known to work; pip install '{wanted}'")
     jsonargparse._typehints.discard_init_args_on_class_path_change = keep_no_arguments_of_another_class
+    set_loader("yaml", strict_yaml.load)
     kernels.keep_freed_memory()
     sys.path += [str(folder) for folder in plugin_folders(arguments) if str(folder) not in sys.path]
     for group in plugins.GROUPS:
@@ -487,7 +533,7 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
     """Run a command to its end, however it ends.
 
     Raises:
-        UserError: what a library or another process of the run refused.
+        UserError: what a library, the machine, a plug-in or another process of the run refused.
         TrainingStoppedError: the spike guard of another process of the run ended it.
     """
     try:
@@ -500,16 +546,43 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
             if name:
                 raise kind(told) from None
         raise
-    except MisconfigurationException as error:
-        raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
             raise KeyboardInterrupt from end
         raise
+    except UserError:
+        raise
+    except Exception as error:
+        others = plugins.Modules(plugin_folders(arguments))
+        culprit = others.culprit(error)
+        refusal = f"the plug-in {culprit}: {plugins.describe(error)}" if culprit else refusal_of(error)
+        if refusal is None:
+            if others.imported():
+                error.add_note(f"the cause may be in a plug-in: {', '.join(others.imported())}")
+            raise
+        raise UserError(refusal) from error
     finally:
         if wandb.run is not None:
             wandb.finish()
     return 0
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """What a user can mend, where that is behind an error that arose in the middle of work."""
+    passed = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if RESTORING in passed:
+        return f"the checkpoint is damaged, or of another version of stabilize: {plugins.describe(error)}"
+    of_lightning = passed[-1].startswith("lightning.")
+    if isinstance(error, MisconfigurationException) or (of_lightning and isinstance(error, ValueError | TypeError)):
+        return f"the config cannot be carried out: {one_line(error)}"
+    if isinstance(error, wandb.Error):
+        return f"Weights & Biases refuses, {one_line(error)}; WANDB_MODE=offline, or disabled, would do without it"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return f"the memory does not suffice, {one_line(error)[:200]}; a smaller model, or data.batch_tokens, would do"
+    if isinstance(error, OSError) and (error.filename or error.errno in FULL):
+        place = error.filename or os.environ.get(RUN_FOLDER, "the run folder")
+        return f"{place} cannot be used: {error.strerror}; what is in the run folder is kept"
+    return None
 
 
 __all__ = ["ParallelText", "SyntheticCorpus", "run"]

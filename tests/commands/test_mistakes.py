@@ -228,7 +228,7 @@ MISTAKES = {
             "model: {stabilizer: {residual: {class_path: StochasticDepth, init_args: {around: {class_path: DLCL, "
             "init_args: {normalize: null}}}}}}"
         ],
-        "model.stabilizer.residual.around.normalize is null: expected each or sum",
+        "model.stabilizer.residual.around.normalize is null (in 0.yaml): expected each or sum",
     ),
     "seed of the data": (["--data.seed=-1"], "data.seed is -1; 0 is the least that will do"),
     "workers": (["--data.workers=-1"], "data.workers is -1; 0 is the least that will do"),
