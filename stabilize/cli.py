@@ -105,7 +105,11 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
         raise UserError(f"stabilize has no verb {verb}; {hint}")
     module, function = OWN.get(verb, ("training", "run"))
-    carry_out = getattr(importlib.import_module(f"stabilize.commands.{module}"), function)
+    try:
+        carry_out = getattr(importlib.import_module(f"stabilize.commands.{module}"), function)
+    except ImportError as error:
+        missing = error.name or "a package"
+        raise UserError(f"{verb} needs {missing}, which cannot be imported: {error}; pip install {missing}") from error
     return carry_out(words[1:] if verb in OWN else words)
 
 

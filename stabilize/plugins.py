@@ -69,4 +69,4 @@ class Modules:
 
 def describe(cause: BaseException) -> str:
     """The exception on one line: its type, then what it says."""
-    return f"{type(cause).__name__}: {cause}"
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"

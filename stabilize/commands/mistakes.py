@@ -119,8 +119,8 @@ def cause_in(error: BaseException | None) -> UserError | None:
 
 
 def one_line(error: BaseException) -> str:
-    """What a library's error says, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What a library's error says, on one line, cut where it is long."""
+    return _cut(" ".join(str(error).split()), 500) or type(error).__name__
 
 
 def read_config(path: str) -> Any:
@@ -214,7 +214,7 @@ class _Reading:
         """Check what is given for `key`, which takes values of type `kind`."""
         bases = _bases(kind)
         content = _content(value) if bases else value
-        if isinstance(content, list) and bases:
+        if isinstance(content, list) and _item(kind):
             self._forget(f"{key}[")
             self._items(key, kind, content)
         elif isinstance(content, dict) and bases:
@@ -231,7 +231,7 @@ class _Reading:
         for item in items:
             place = f"{key}[{self._length(key)}]"
             self.listed.append(place)
-            self._value(place, _item(kind), None, item)
+            self._value(place, _item(kind) or kind, None, item)
 
     def _length(self, key: str) -> int:
         return sum(place.startswith(f"{key}[") and place.endswith("]") for place in self.listed)
@@ -408,12 +408,12 @@ def _bases(kind: Any) -> list[type]:
 
 
 def _item(kind: Any) -> Any:
-    """The type of what stands in a list, where a value of type `kind` can be one."""
+    """The type of what stands in a list of classes, where a value of type `kind` can be one; else none."""
     for part in (kind, *typing.get_args(kind)):
-        origin = typing.get_origin(part)
-        if isinstance(origin, type) and issubclass(origin, Iterable):
-            return typing.get_args(part)[0]
-    return kind
+        origin, arguments = typing.get_origin(part), typing.get_args(part)
+        if isinstance(origin, type) and issubclass(origin, Iterable) and _bases(part):
+            return arguments[0]
+    return None
 
 
 def _subclasses(base: type) -> list[type]:
@@ -486,4 +486,8 @@ def _shown(value: Any) -> str:
     except yaml.YAMLError:  # an object
         text = type(value).__name__
     text = " ".join((value if isinstance(value, str) and value else text).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return _cut(text, 60)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

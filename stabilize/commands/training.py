@@ -327,7 +327,10 @@ class Command(LightningCLI):
         if path is not None:
             saved = checkpoint.read(Path(path))
             self.model.check(saved)
-            self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
+            try:
+                self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
+            except UserError as error:
+                raise UserError(f"ckpt_path is {path}: {error}") from error
         elif self.subcommand not in ("fit", *LOOKING):
             raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
 
@@ -550,12 +553,13 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
         if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
             raise KeyboardInterrupt from end
         raise
-    except UserError:
+    except (UserError, TrainingStoppedError):
         raise
     except Exception as error:
         others = plugins.Modules(plugin_folders(arguments))
         culprit = others.culprit(error)
         refusal = f"the plug-in {culprit}: {plugins.describe(error)}" if culprit else refusal_of(error)
+        refusal = refusal or refusal_of_lightning(error)
         if refusal is None:
             if others.imported():
                 error.add_note(f"the cause may be in a plug-in: {', '.join(others.imported())}")
@@ -567,18 +571,26 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
     return 0
 
 
-def refusal_of(error: BaseException) -> str | None:
-    """What a user can mend, where that is behind an error that arose in the middle of work."""
-    passed = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if RESTORING in passed:
+def refusal_of_lightning(error: BaseException) -> str | None:
+    """What Lightning says of settings that do not go together, or of a checkpoint, which it reads in its own order."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    if any(
+        name == RESTORING and "restore" in frame.f_code.co_name for name, frame in zip(modules, frames, strict=True)
+    ):
         return f"the checkpoint is damaged, or of another version of stabilize: {plugins.describe(error)}"
-    of_lightning = passed[-1].startswith("lightning.")
-    if isinstance(error, MisconfigurationException) or (of_lightning and isinstance(error, ValueError | TypeError)):
+    raised_there = modules[-1].startswith("lightning.") and isinstance(error, ValueError | TypeError)
+    if raised_there or isinstance(error, MisconfigurationException):
         return f"the config cannot be carried out: {one_line(error)}"
+    return None
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """What the machine or an account refuses, where that is behind an error."""
     if isinstance(error, wandb.Error):
         return f"Weights & Biases refuses, {one_line(error)}; WANDB_MODE=offline, or disabled, would do without it"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-        return f"the memory does not suffice, {one_line(error)[:200]}; a smaller model, or data.batch_tokens, would do"
+        return f"the memory does not suffice, {one_line(error)}; a smaller model, or data.batch_tokens, would do"
     if isinstance(error, OSError) and (error.filename or error.errno in FULL):
         place = error.filename or os.environ.get(RUN_FOLDER, "the run folder")
         return f"{place} cannot be used: {error.strerror}; what is in the run folder is kept"
