@@ -18,6 +18,9 @@ from stabilize.errors import UserError
 
 DECODER = "decoder_stabilizer"
 
+PARTS = {"task": dict, "tokenizer": bytes, "state_dict": dict}
+"""What makes it a checkpoint of `TranslationTask`."""
+
 ADVICE = "give the one it was made with"
 
 
@@ -47,13 +50,15 @@ class DurableFiles(TorchCheckpointIO):
                 os.fsync(file.fileno())
             partial.replace(place)
             _to_disk(place.parent)
-        except (OSError, RuntimeError) as error:  # torch's own writer says RuntimeError where the disk is full
-            said = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        except (OSError, RuntimeError) as error:
+            behind = error.__context__ or error  # torch's own writer says RuntimeError where the disk is full
+            said = getattr(behind, "strerror", None) or str(error).splitlines()[0]
             raise UserError(
                 f"the checkpoint {place} cannot be written: {said}; checkpoints of before are whole{such_as()}"
             ) from error
         finally:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
 
 def _to_disk(folder: Path) -> None:
@@ -116,14 +121,15 @@ def read(path: Path, key: str = "ckpt_path") -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{key} is {path}, but there is no such file{such_as()}")
     try:
-        with zipfile.ZipFile(path) as parts, warnings.catch_warnings(action="ignore"):
-            whole = parts.testzip() is None  # torch writes checksums, and does not look at them
+        with zipfile.ZipFile(path) as archive, warnings.catch_warnings(action="ignore"):
+            whole = archive.testzip() is None  # torch writes checksums, and does not look at them
             saved = torch.load(path, map_location="cpu", weights_only=True) if whole else None
     except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
         saved = None
-    if not isinstance(saved, dict) or not {"task", "tokenizer", "state_dict"} <= saved.keys():
+    parts = saved if isinstance(saved, dict) else {}
+    if not all(isinstance(parts.get(name), kind) for name, kind in PARTS.items()):
         raise UserError(f"{key} is {path}, which is damaged or no checkpoint of stabilize{such_as()}")
-    return saved
+    return parts
 
 
 def such_as() -> str:
@@ -138,8 +144,8 @@ def check_model(saved: dict[str, Any], here: dict[str, Any]) -> None:
     Raises:
         UserError: another stabiliser or shape, each difference by name.
     """
-    if saved[DECODER] != here[DECODER]:  # none is the encoder's
-        saved, here = ({**spec, DECODER: spec[DECODER] or spec["stabilizer"]} for spec in (saved, here))
+    if saved.get(DECODER) != here[DECODER]:  # none is the encoder's
+        saved, here = ({**spec, DECODER: spec.get(DECODER) or spec.get("stabilizer")} for spec in (saved, here))
     unlike = _differences("model", _flat(saved), _flat(here))
     if unlike:
         raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; {ADVICE}")

@@ -91,7 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error}\n(--debug shows the traceback)", file=sys.stderr)
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
+        print(f"error: {type(error).__name__}: {error}{notes}\n(--debug shows the traceback)", file=sys.stderr)
         return 1
 
 
@@ -105,5 +106,13 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VERBS)}"
         raise UserError(f"stabilize has no verb {verb}; {hint}")
     module, function = OWN.get(verb, ("training", "run"))
-    carry_out = getattr(importlib.import_module(f"stabilize.commands.{module}"), function)
+    try:
+        carry_out = getattr(importlib.import_module(f"stabilize.commands.{module}"), function)
+    except ImportError as error:
+        missing = error.name or "a package"
+        raise UserError(f"{verb} needs {missing}, which cannot be imported: {error}; pip install {missing}") from error
     return carry_out(words[1:] if verb in OWN else words)
+
+
+if __name__ == "__main__":  # python stabilize/cli.py
+    sys.exit(main())

@@ -165,14 +165,28 @@ class TranslationTask(LightningModule):
         """
         try:
             return self.optimizer(parameters)
-        except (TypeError, ValueError) as error:  # torch's own words name the argument
+        except Exception as error:  # of any package; torch's own words name the argument
             raise UserError(f"model.optimizer cannot be made: {error}") from error
+
+    def _try(self, optimizer: Optimizer) -> None:
+        """Let another optimiser of this kind make an update of a weight of the same kind.
+
+        Raises:
+            UserError: it cannot, which torch would say at the first update.
+        """
+        weight = nn.Parameter(torch.zeros_like(optimizer.param_groups[0]["params"][0]))
+        weight.grad = torch.zeros_like(weight)
+        trial = self.make_optimizer([weight])
+        try:
+            trial.step()
+        except Exception as error:  # of any package
+            raise UserError(f"model.optimizer {type(optimizer).__name__} makes no update: {error}") from error
 
     def _check_epsilon(self, optimizer: Optimizer) -> None:
         """Warn of an epsilon of the optimiser that is zero in the precision of its weights."""
         for group in optimizer.param_groups:
             epsilon, dtype = group.get("eps"), group["params"][0].dtype
-            if epsilon and not torch.tensor(epsilon, dtype=dtype):
+            if isinstance(epsilon, float) and epsilon and not torch.tensor(epsilon, dtype=dtype):
                 near = torch.finfo(dtype).tiny
                 warnings.warn(
                     f"model.optimizer.eps is {epsilon:g}, which is 0 in {dtype}: weights whose gradient is zero become "
@@ -184,6 +198,7 @@ class TranslationTask(LightningModule):
     def configure_optimizers(self) -> Any:
         groups, factors = self._parameter_groups()
         optimizer = self.make_optimizer(groups)
+        self._try(optimizer)
         self._check_epsilon(optimizer)
         for before in self._optimizers_before:
             check_optimizer(before, settings(optimizer))
@@ -191,6 +206,12 @@ class TranslationTask(LightningModule):
             raise UserError(
                 f"trainer.gradient_clip_val is {self.trainer.gradient_clip_val} and model.clipping is "
                 f"{type(self.clipping).__name__}; use one of them"
+            )
+        clipping_by = self.trainer.gradient_clip_algorithm
+        if clipping_by is not None and self.trainer.gradient_clip_val is None:
+            raise UserError(
+                f"trainer.gradient_clip_algorithm is {clipping_by.value}, which belongs to trainer.gradient_clip_val, "
+                f"and there is none; model.clipping, {type(self.clipping).__name__}, takes no heed of it"
             )
         if self.trainer.gradient_clip_val and self.trainer.precision.endswith("-mixed") and is_fused(optimizer):
             raise UserError(  # else Lightning says so at the first update

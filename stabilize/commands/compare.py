@@ -21,15 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
 from jsonargparse import ArgumentParser
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from stabilize import study as studies
-from stabilize.commands import training
-from stabilize.commands.mistakes import one_line
+from stabilize.commands import mistakes, strict_yaml, training
 from stabilize.commands.probe import paths_of
 from stabilize.commands.words import Parser
 from stabilize.errors import UserError
@@ -66,20 +64,15 @@ def study_of(path: Path) -> Study:
     Raises:
         UserError: there is none, or a mistake in it.
     """
-    try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is no YAML: {one_line(error)}") from error
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--study", type=Study)
+    parser.add_class_arguments(Study)
+    mistakes.check(parser, ["--config", str(path)])
     try:
-        return parser.instantiate(parser.parse_object({"study": said})).study
+        return Study(**parser.parse_object(strict_yaml.read(path)).as_dict())
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: {one_line(error)}") from error
+        raise UserError(f"{path}: {mistakes.one_line(error)}") from error
 
 
 def check(cells: Sequence[Cell]) -> None:

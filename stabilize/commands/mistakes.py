@@ -1,15 +1,17 @@
 """What is wrong with a command line or the files it names, in the user's words.
 
-jsonargparse's own message tells which of its attempts failed. Here the words are read once more, in their order, and
-at every key the parser is asked which names, classes and types it knows; the first word that is none of them is the
-mistake.
+jsonargparse takes some mistakes for something else, and of others tells which of its attempts failed. Here the words
+are read before it, in their order, and at every key the parser is asked which names, classes and types it knows; the
+first word that is none of them is the mistake.
 """
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import inspect
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +19,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._typehints import ActionTypeHint
 from torch import Tensor
 
 from stabilize import plugins
+from stabilize.commands import strict_yaml
 from stabilize.errors import UserError
 
 CONFIG = ("-c", "--config")
@@ -30,20 +33,22 @@ SPEC = ("class_path", "init_args", "dict_kwargs")
 EMPTY = inspect.Parameter.empty
 
 
-def mistake(parser: ArgumentParser, words: Sequence[str], error: Exception) -> UserError:
-    """The first mistake in `words`, options that `parser` refused with `error`; that itself where none is found."""
+def check(parser: ArgumentParser, words: Sequence[str]) -> None:
+    """Refuse the first mistake in `words`, options for `parser`.
+
+    Raises:
+        UserError: there is one.
+    """
     try:
         _Reading(parser).read(words)
-    except UserError as found:
-        return found
+    except UserError:
+        raise
     except Exception:  # a foreign type may be beyond this reading; then jsonargparse has the word
         pass
-    return UserError(one_line(error))
 
 
-def check_values(tree: Any, key: str = "") -> None:
-    """Refuse what jsonargparse lets pass: null for an argument of a class that takes none, and numbers of the model or
-    the data that float32 or a counter does not hold.
+def check_numbers(tree: Any, key: str = "") -> None:
+    """Refuse what is no number, and numbers of the model or the data that float32 or a counter does not hold.
 
     Args:
         tree: a config that has been parsed, or what stands in it at `key`.
@@ -51,21 +56,16 @@ def check_values(tree: Any, key: str = "") -> None:
     Raises:
         UserError: there is one.
     """
-    if isinstance(tree, list):
+    if isinstance(tree, list | tuple):
         for place, item in enumerate(tree):
-            check_values(item, f"{key}[{place}]")
+            check_numbers(item, f"{key}[{place}]")
     elif isinstance(tree, dict):
-        owner = _class_of(tree)
         for name, value in tree.items():
-            check_values(value, key if name in SPEC else f"{key}.{name}".lstrip("."))
-        empty = [name for name, value in (tree.get("init_args") or {}).items() if owner and value is None]
-        known = _keys_of(_parser_of(owner, None)) if owner and empty else {}
-        for name in empty:
-            if name in known and known[name].type is not Any and "null" not in _names(known[name].type):
-                raise UserError(f"{key}.{name} is null: {_expected(known[name].type, None)}")
-
-    elif key.startswith(("model.", "data.")) and isinstance(tree, int | float) and not _holds(tree):
-        raise UserError(f"{key} is {tree}, which is beyond the numbers that can be computed with")
+            check_numbers(value, key if name in SPEC else f"{key}.{name}".lstrip("."))
+    elif isinstance(tree, int | float):
+        computed_with = key.startswith(("model.", "data."))
+        if tree != tree or (computed_with and not _holds(tree)):
+            raise UserError(f"{key} is {tree}, which is beyond the numbers that can be computed with")
 
 
 def _holds(number: float) -> bool:
@@ -74,15 +74,41 @@ def _holds(number: float) -> bool:
     return number == 0 or 1.2e-38 < abs(number) < 3.4e38  # NaN is neither
 
 
-def class_named(parser: ArgumentParser, key: str, name: str) -> type:
-    """The class that `name` means as a value of `key`.
+def class_named(parser: ArgumentParser, key: str, name: str) -> type | None:
+    """The class that `name` means as a value of `key`; none where the key takes no class.
 
     Raises:
         UserError: there is no such key or class.
     """
     reading = _Reading(parser)
     reading.read([f"--{key}={name}"])
-    return reading.chosen[key].owner
+    return reading.chosen[key].owner if key in reading.chosen else None
+
+
+def made(key: str, kind: type, make: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]) -> Any:
+    """What `make` gives for the arguments of a class, which stand below `key` in a config.
+
+    Raises:
+        UserError: it fails, and does not with the default in place of one argument, which is named.
+    """
+    try:
+        return make(arguments)
+    except Exception as error:
+        defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        for name, value in arguments.items():
+            with contextlib.suppress(Exception):
+                if value is not defaults[name]:
+                    make({**arguments, name: defaults[name]})
+                    break
+        else:
+            raise
+        raise UserError(f"{key}.{name} is {_shown(value)}: {one_line(error)}") from error
+
+
+def class_being_made(error: BaseException) -> str | None:
+    """The class in whose `__init__` an error arose."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "__init__"]
+    return type(frames[-1].f_locals[frames[-1].f_code.co_varnames[0]]).__name__ if frames else None
 
 
 def cause_in(error: BaseException | None) -> UserError | None:
@@ -93,28 +119,18 @@ def cause_in(error: BaseException | None) -> UserError | None:
 
 
 def one_line(error: BaseException) -> str:
-    """What a library's error says, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """What a library's error says, on one line, cut where it is long."""
+    return _cut(" ".join(str(error).split()), 500) or type(error).__name__
 
 
-def read_yaml(path: str) -> Any:
-    """The content of a YAML file.
+def read_config(path: str) -> Any:
+    """The content of a config, or of a file that stands for a part of one.
 
     Raises:
-        UserError: it cannot be read, or is no YAML.
+        UserError: it cannot be read, is no YAML, or will not do.
     """
-    try:
-        return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        beside = [str(other) for other in Path(path).parent.glob("*.y*ml")]
-        raise UserError(f"the config {path} cannot be read: {error.strerror}{_nearest(path, beside)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"the config {path} is no text in UTF-8: {error.reason} at byte {error.start}") from error
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), str(getattr(error, "problem", error))
-        place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else path
-        tab = "; YAML indents with spaces, never with a tab" if r"'\t'" in problem else ""
-        raise UserError(f"{place} is no YAML: {problem}{tab}") from error
+    beside = [str(other) for other in sorted(Path(path).parent.glob("*.y*ml"))] if "\0" not in path else []
+    return strict_yaml.read(path, "the config ", _nearest(path, beside))
 
 
 class _Key(NamedTuple):
@@ -140,6 +156,8 @@ class _Reading:
         self.parser = parser
         self.given: set[str] = set()
         self.chosen: dict[str, _Choice] = {}
+        self.listed: list[str] = []
+        """The places that are taken in lists of classes."""
         self.source = ""
 
     def read(self, words: Sequence[str]) -> None:
@@ -155,7 +173,7 @@ class _Reading:
             if option in CONFIG and not value:
                 raise UserError(f"{option} needs the path of a config after it")
             if option in CONFIG:
-                tree = read_yaml(value)
+                tree = read_config(value)
                 self.source = f" (in {value})"
                 if not isinstance(tree, dict):
                     content = "empty" if tree is None else _shown(tree)
@@ -179,11 +197,14 @@ class _Reading:
             key = prefix + inner
             if inner in known:
                 self.given.add(key)
-                self._value(key, *known[inner], [value] if name.endswith("+") else value)
+                if name.endswith("+"):
+                    self._items(key, known[inner].type, value if isinstance(value, list) else [value])
+                else:
+                    self._value(key, *known[inner], value)
             elif not any(other.startswith(f"{inner}.") for other in known):
                 self._stop(key, value, self._advice(prefix, group, inner, known))
-            elif value is not None:
-                content = read_yaml(value) if _is_file(value) else value
+            else:
+                content = _content(value)
                 if not isinstance(content, dict):
                     below = _nearest("", self._siblings(prefix, f"{inner}.", known))
                     self._stop(key, value, f"this is a group of keys{below}")
@@ -192,29 +213,37 @@ class _Reading:
     def _value(self, key: str, kind: Any, default: Any, value: Any) -> None:
         """Check what is given for `key`, which takes values of type `kind`."""
         bases = _bases(kind)
-        if bases and isinstance(value, list):
-            for place, item in enumerate(value):
-                self._value(f"{key}[{place}]", kind, None, item)
-        elif bases and isinstance(value, dict):
-            self._class_and_arguments(key, kind, default, value)
-        elif bases and _is_file(value):
-            self._value(key, kind, default, read_yaml(value))
-        elif bases and isinstance(value, str) and not _fits(kind, value):
+        content = _content(value) if bases else value
+        if isinstance(content, list) and _item(kind):
+            self._forget(f"{key}[")
+            self._items(key, kind, content)
+        elif isinstance(content, dict) and bases:
+            self._class_and_arguments(key, kind, default, content)
+        elif isinstance(value, str) and bases and not _fits(kind, value):
             self._choose(key, kind, value)
         elif not _fits(kind, value):
             self._stop(key, value, _expected(kind, value))
-        elif bases and isinstance(value, str):
-            found = self._find(key, bases, value)
-            if found:
-                self.chosen[key] = _Choice(found, _parser_of(found, kind), bases)
+        elif isinstance(value, str) and bases and (found := self._find(key, bases, value)):
+            self._remember(key, found, kind)
+
+    def _items(self, key: str, kind: Any, items: Sequence[Any]) -> None:
+        """Check what comes after those that stand in the list at `key`."""
+        for item in items:
+            place = f"{key}[{self._length(key)}]"
+            self.listed.append(place)
+            self._value(place, _item(kind) or kind, None, item)
+
+    def _length(self, key: str) -> int:
+        return sum(place.startswith(f"{key}[") and place.endswith("]") for place in self.listed)
 
     def _class_and_arguments(self, key: str, kind: Any, default: Any, value: dict[str, Any]) -> None:
         """Check a class with its arguments, or arguments for the class that is chosen already."""
         if "class_path" in value:
             self._choose(key, kind, value["class_path"])
-        elif key not in self.chosen:
-            owner = _class_of(default) or _bases(kind)[0]
-            self.chosen[key] = _Choice(owner, _parser_of(owner, kind), _bases(kind))
+        elif self._length(key):  # what follows a list on the command line is for its last
+            key = f"{key}[{self._length(key) - 1}]"
+        if key not in self.chosen:
+            self._remember(key, _class_of(default) or _bases(kind)[0], kind)
         owner, parser, _ = self.chosen[key]
         arguments = value
         if not value.keys().isdisjoint(SPEC):
@@ -228,7 +257,7 @@ class _Reading:
     def _choose(self, key: str, kind: Any, name: Any) -> None:
         """Remember the class that `name` means."""
         bases = _bases(kind)
-        found = self._find(key, bases, str(name))
+        found = self._find(key, bases, name) if isinstance(name, str) else None
         if found is None:
             kinds = " or ".join(base.__name__ for base in bases)
             cause = plugins.cause_of_absence(str(name))
@@ -236,7 +265,19 @@ class _Reading:
                 self._stop(key, name, f"the plug-in that brings this {kinds} is broken, {plugins.describe(cause)}")
             names = [known.__name__ for base in bases for known in _subclasses(base)]
             self._stop(key, name, f"no {kinds} is called so{_nearest(str(name), names)}")
-        self.chosen[key] = _Choice(found, _parser_of(found, kind), bases)
+        self._remember(key, found, kind)
+
+    def _remember(self, key: str, owner: type, kind: Any) -> None:
+        """`owner` is chosen at `key`; what was said of another class there counts no longer."""
+        if key in self.chosen and self.chosen[key].owner is not owner:
+            self._forget(f"{key}.")
+        self.chosen[key] = _Choice(owner, _parser_of(owner, kind), _bases(kind))
+
+    def _forget(self, start: str) -> None:
+        """Nothing was said of the keys that start so."""
+        self.given = {key for key in self.given if not key.startswith(start)}
+        self.chosen = {key: choice for key, choice in self.chosen.items() if not key.startswith(start)}
+        self.listed = [place for place in self.listed if not place.startswith(start)]
 
     def _find(self, key: str, bases: list[type], name: str) -> type | None:
         """The subclass of `bases` called `name`, bare or with its module before it."""
@@ -249,7 +290,12 @@ class _Reading:
             if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):
                 return None
             self._stop(key, name, f"{module} cannot be imported, {plugins.describe(cause)}")
-        return found if isinstance(found, type) and issubclass(found, tuple(bases)) else None
+        if not (isinstance(found, type) and issubclass(found, tuple(bases))):
+            return None
+        if inspect.isabstract(found):
+            names = [known.__name__ for known in _subclasses(found)]
+            self._stop(key, name, f"{bare} is only what others descend from{_nearest('', names)}")
+        return found
 
     def _advice(self, prefix: str, group: str, inner: str, known: dict[str, _Key]) -> str:
         """What could be meant by `inner`, which is not among the keys `known` of the parser at `prefix`."""
@@ -308,6 +354,17 @@ def _is_file(value: Any) -> bool:
     return isinstance(value, str) and value.endswith((".yaml", ".yml"))
 
 
+def _content(value: Any) -> Any:
+    """What stands for a group, a class or a list of them: in the file that `value` names, or written into it."""
+    if _is_file(value):
+        return read_config(value)
+    try:
+        content = strict_yaml.load(value) if isinstance(value, str) else value
+    except yaml.YAMLError:
+        return value
+    return content if isinstance(content, dict | list) else value
+
+
 def _nested(tree: dict[str, Any]) -> dict[str, Any]:
     """`tree` with its dotted keys as groups within groups."""
     nested: dict[str, Any] = {}
@@ -342,10 +399,21 @@ def _bases(kind: Any) -> list[type]:
     if origin is Callable:
         return _bases(parts[-1])
     if origin is not None:
-        inner = () if origin in (Literal, tuple) else parts
+        inner = () if origin in (Literal, tuple, dict) else parts
         return list(dict.fromkeys(base for part in inner for base in _bases(part)))
-    plain = not isinstance(kind, type) or kind is Tensor or kind.__module__ in ("builtins", "datetime", "pathlib")
+    plain = (
+        not isinstance(kind, type) or kind in (Any, Tensor) or kind.__module__ in ("builtins", "datetime", "pathlib")
+    )
     return [] if plain else [kind]
+
+
+def _item(kind: Any) -> Any:
+    """The type of what stands in a list of classes, where a value of type `kind` can be one; else none."""
+    for part in (kind, *typing.get_args(kind)):
+        origin, arguments = typing.get_origin(part), typing.get_args(part)
+        if isinstance(origin, type) and issubclass(origin, Iterable) and _bases(part):
+            return arguments[0]
+    return None
 
 
 def _subclasses(base: type) -> list[type]:
@@ -364,12 +432,14 @@ def _class_of(default: Any) -> type | None:
 
 
 def _fits(kind: Any, value: Any) -> bool:
-    """Whether `value` is of type `kind`."""
+    """Whether `value` is of type `kind`; jsonargparse takes null for any."""
+    if value is None:
+        return kind in (None, Any) or "null" in _names(kind)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=kind)
     try:
         parser.parse_object({"value": value})
-    except ArgumentError:
+    except Exception:  # a foreign type may raise anything
         return False
     return True
 
@@ -411,7 +481,13 @@ def _last(name: str) -> str:
 
 def _shown(value: Any) -> str:
     """`value` as YAML on one line, cut where it is long."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    if isinstance(value, str) and value:
-        text = " ".join(value.split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    try:
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    except yaml.YAMLError:  # an object
+        text = type(value).__name__
+    text = " ".join((value if isinstance(value, str) and value else text).split())
+    return _cut(text, 60)
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[: length - 3]}..."

@@ -11,7 +11,9 @@ import secrets
 import shutil
 import signal
 import sys
+import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from importlib.metadata import requires, version
@@ -22,7 +24,7 @@ import jsonargparse._typehints
 import lightning.pytorch as lightning
 import torch
 import wandb
-from jsonargparse import ArgumentError, Namespace
+from jsonargparse import Namespace, set_loader
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -50,9 +52,19 @@ from stabilize.callbacks import (
     UpdateRatio,
 )
 from stabilize.card import OPTIMIZER, beside
-from stabilize.commands import continuing, ranks
+from stabilize.commands import continuing, ranks, strict_yaml
 from stabilize.commands.card import card
-from stabilize.commands.mistakes import CONFIG, cause_in, check_values, class_named, mistake, one_line, options
+from stabilize.commands.mistakes import (
+    CONFIG,
+    cause_in,
+    check,
+    check_numbers,
+    class_being_made,
+    class_named,
+    made,
+    one_line,
+    options,
+)
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
@@ -86,6 +98,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 BEGUN = {"config.yaml", "data.json", "tokenizer.model", "wandb"}
 """What a run has in its folder before it does anything."""
+
+RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
+"""The module in which a checkpoint becomes the state of a run."""
 
 LOOKING = ("prepare", "explain", "probe", "bench")
 """Verbs that carry out no run: they need no weights and leave no run folder."""
@@ -205,7 +220,8 @@ class Command(LightningCLI):
         for option, name in options(args[1:]):
             if option.endswith(".help") and name and not name.startswith("-"):
                 key = option[2:].removesuffix(".help")
-                print(inspect.getdoc(class_named(self._subcommand_parsers[self.verb], key, name)), end="\n\n")
+                chosen = class_named(self._subcommand_parsers[self.verb], key, name)
+                print(f"{inspect.getdoc(chosen)}\n\n" if chosen else "", end="")
         self.config = self.parsed(args)
 
     def parsed(self, words: list[str]) -> Namespace:
@@ -214,11 +230,14 @@ class Command(LightningCLI):
         Raises:
             UserError: a mistake in it, or in a file that it names.
         """
+        if not any(word in ("-h", "--help") or word.partition("=")[0].endswith(".help") for word in words):
+            check(self._subcommand_parsers[self.verb], words[1:])
         try:
             config = self.parser.parse_args(words)
-        except ArgumentError as error:
-            raise mistake(self._subcommand_parsers[self.verb], words[1:], error) from error
-        check_values(config[self.verb].as_dict())
+        except Exception as error:  # whatever parsing stumbles over is in the words, or in a file that they name
+            check(self._subcommand_parsers[self.verb], words[1:])
+            raise UserError(one_line(error)) from error
+        check_numbers(config[self.verb].as_dict())
         return config
 
     def task_of(self, config: Namespace) -> TranslationTask:
@@ -281,8 +300,11 @@ class Command(LightningCLI):
             kwargs["logger"] = [table(folder), weights_and_biases(folder, name)]
         trainer = super().instantiate_trainer(**kwargs)
         for callback in trainer.callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
-                callback.dirpath = str(folder / "checkpoints")
+            if isinstance(callback, ModelCheckpoint):
+                if callback.dirpath is None:
+                    callback.dirpath = str(folder / "checkpoints")
+                else:
+                    make_folder(Path(callback.dirpath), "checkpoint.dirpath")
         if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
             trainer.strategy.checkpoint_io = checkpoint.DurableFiles()
         if trainer.loggers:
@@ -300,8 +322,6 @@ class Command(LightningCLI):
             raise UserError(
                 f"trainer.callbacks has a {twice[0]}, but every run has one; its settings are a group of keys"
             )
-        if config.get("barebones"):  # Lightning's way to time the bare loop
-            return super()._instantiate_trainer(config, [])
         if config.get("enable_checkpointing") is False:
             callbacks = [callback for callback in callbacks if not isinstance(callback, ModelCheckpoint)]
         # After all that look at an update, whose state is saved too; before those that print, which may fail.
@@ -313,7 +333,13 @@ class Command(LightningCLI):
             callbacks = [*callbacks, ProgressLines()]
         elif not own_bar:
             callbacks = [*callbacks, ProgressBar()]
-        return super()._instantiate_trainer(config, callbacks)
+        if config.get("barebones"):  # Lightning's way to time the bare loop
+            config, callbacks = {**config, "enable_progress_bar": None}, []
+
+        def make(settings: dict[str, Any]) -> lightning.Trainer:
+            return super(Command, self)._instantiate_trainer({**settings, "callbacks": list(given)}, callbacks)
+
+        return made("trainer", lightning.Trainer, make, config)
 
     def _parse_ckpt_path(self) -> None:
         """Lightning would let a checkpoint's arguments win over the command line; here they have to agree."""
@@ -341,7 +367,11 @@ class Command(LightningCLI):
             raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
         else:
             return
-        self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
+        try:
+            self.model.tokenizer = self.datamodule.given_tokenizer = Tokenizer(saved["tokenizer"])
+        except UserError as error:
+            key, value = ("weights", weights) if path is None else ("ckpt_path", path)
+            raise UserError(f"{key} is {value}: {error}") from error
 
     def _chosen_checkpoint(self) -> Path | None:
         """The checkpoint to go on from, its name in place of `last` and `auto`."""
@@ -423,7 +453,12 @@ def in_the_users_words() -> Iterator[None]:
         told = cause_in(error)
         if told is not None:
             raise told from None
-        raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
+        refusal = refusal_of(error)
+        if refusal is not None:
+            raise UserError(refusal) from error
+        name = class_being_made(error) or "what the config says"
+        known = isinstance(error, ValueError | TypeError | MisconfigurationException)
+        raise UserError(f"{name} cannot be made: {(one_line if known else plugins.describe)(error)}") from error
 
 
 def run_folder(root: Path) -> Path:
@@ -432,14 +467,23 @@ def run_folder(root: Path) -> Path:
     if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
         return Path(os.environ.get(RUN_FOLDER, root))
     folder = root / folder_name()
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"the run folder {folder} cannot be made: {error.strerror}; give --trainer.default_root_dir another place"
-        ) from error
+    make_folder(folder, "trainer.default_root_dir")
     os.environ[RUN_FOLDER] = str(folder)
     return folder
+
+
+def make_folder(folder: Path, key: str) -> None:
+    """Make a folder that a key asks for, and see that one can write there.
+
+    Raises:
+        UserError: one cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"something")
+    except OSError as error:
+        raise UserError(f"the folder {folder} cannot be used: {error.strerror}; {key} names another place") from error
 
 
 @contextlib.contextmanager
@@ -506,6 +550,7 @@ def run(arguments: list[str], command: type[Command] = Command) -> int:
         wanted = next(line for line in requires("stabilize-nmt") or [] if line.startswith("jsonargparse"))
         raise UserError(f"jsonargparse {version('jsonargparse')} is not known to work; pip install '{wanted}'")
     jsonargparse._typehints.discard_init_args_on_class_path_change = keep_no_arguments_of_another_class
+    set_loader("yaml", strict_yaml.load)
     kernels.keep_freed_memory()
     sys.path += [str(folder) for folder in plugin_folders(arguments) if str(folder) not in sys.path]
     for group in plugins.GROUPS:
@@ -524,7 +569,7 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
     """Run a command to its end, however it ends.
 
     Raises:
-        UserError: what a library or another process of the run refused.
+        UserError: what a library, the machine, a plug-in or another process of the run refused.
         TrainingStoppedError: the spike guard of another process of the run ended it.
     """
     try:
@@ -537,25 +582,56 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
             if name:
                 raise kind(told) from None
         raise
-    except RuntimeError as error:
-        if ranks.is_loss_of_another(error):
-            raise UserError(ranks.LOST) from error
-        raise
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        place = f" ({error.filename})" if error.filename else ""
-        raise UserError(f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as()}") from error
-    except MisconfigurationException as error:
-        raise UserError(f"the config cannot be carried out: {one_line(error)}") from error
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
             raise KeyboardInterrupt from end
         raise
+    except (UserError, TrainingStoppedError):
+        raise
+    except Exception as error:
+        others = plugins.Modules(plugin_folders(arguments))
+        culprit = others.culprit(error)
+        refusal = f"the plug-in {culprit}: {plugins.describe(error)}" if culprit else refusal_of(error)
+        refusal = refusal or refusal_of_lightning(error)
+        if refusal is None:
+            if others.imported():
+                error.add_note(f"the cause may be in a plug-in: {', '.join(others.imported())}")
+            raise
+        raise UserError(refusal) from error
     finally:
         if wandb.run is not None:
             wandb.finish()
     return 0
+
+
+def refusal_of_lightning(error: BaseException) -> str | None:
+    """What Lightning says of settings that do not go together, or of a checkpoint, which it reads in its own order."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    if any(
+        name == RESTORING and "restore" in frame.f_code.co_name for name, frame in zip(modules, frames, strict=True)
+    ):
+        return f"the checkpoint is damaged, or of another version of stabilize: {plugins.describe(error)}"
+    raised_there = modules[-1].startswith("lightning.") and isinstance(error, ValueError | TypeError)
+    if raised_there or isinstance(error, MisconfigurationException):
+        return f"the config cannot be carried out: {one_line(error)}"
+    return None
+
+
+def refusal_of(error: BaseException) -> str | None:
+    """What the machine, an account or another process refuses, where that is behind an error."""
+    if isinstance(error, wandb.Error):
+        return f"Weights & Biases refuses, {one_line(error)}; WANDB_MODE=offline, or disabled, would do without it"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return f"the memory does not suffice, {one_line(error)}; a smaller model, or data.batch_tokens, would do"
+    if isinstance(error, OSError) and error.errno in FULL:
+        place = f" ({error.filename})" if error.filename else ""
+        return f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as()}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename} cannot be used: {error.strerror}; what is in the run folder is kept"
+    if isinstance(error, RuntimeError) and ranks.is_loss_of_another(error):
+        return ranks.LOST
+    return None
 
 
 __all__ = ["ParallelText", "SyntheticCorpus", "run"]

@@ -10,7 +10,10 @@ from typing import Any
 from stabilize.data import grammar, lexicon
 from stabilize.data.module import Split, TranslationData
 from stabilize.data.pairs import Pairs
-from stabilize.errors import at_least
+from stabilize.errors import UserError, at_least
+
+MOST = 10_000_000
+"""Training pairs, which already take minutes to be drawn."""
 
 
 class SyntheticCorpus(TranslationData):
@@ -37,6 +40,8 @@ class SyntheticCorpus(TranslationData):
     ) -> None:
         super().__init__(validation_pairs=validation_pairs, **options)
         at_least("data", train_pairs=(train_pairs, 1), test_pairs=(test_pairs, 0), corpus_seed=(corpus_seed, 0))
+        if train_pairs > MOST:
+            raise UserError(f"data.train_pairs is {train_pairs}; the embedded corpus has no more than {MOST:,}")
         self.counts: dict[Split, int] = {"test": test_pairs, "validation": validation_pairs, "train": train_pairs}
         self.corpus_seed = corpus_seed
 

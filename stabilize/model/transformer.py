@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -60,6 +61,23 @@ class Sizes:
         for name in ("dropout", "attention_dropout", "activation_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(f"model.{name} is {getattr(self, name)}; a rate from 0 to below 1 would do")
+
+    def check_memory(self, vocabulary: int) -> None:
+        """Look at the weights of attention, feed-forward and one embedding, before any is made.
+
+        Raises:
+            UserError: this machine cannot hold them, which the system would notice only when it is full.
+        """
+        attentions = self.encoder_layers + 2 * self.decoder_layers
+        feed_forwards = self.encoder_layers + self.decoder_layers
+        weights = self.width * (4 * self.width * attentions + 2 * self.hidden * feed_forwards + vocabulary)
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if 4 * weights > there:
+            shape = ("encoder_layers", "decoder_layers", "width", "hidden")
+            raise UserError(
+                f"{', '.join(f'model.{name} {getattr(self, name)}' for name in shape)} make {weights:.1e} weights or "
+                f"more, {4 * weights / 2**30:.0f} GiB, and this machine has {there / 2**30:.0f}; less would do"
+            )
 
     def site(self, stack: str, layer: int, role: str) -> Site:
         """A place in a model of this shape."""
@@ -135,6 +153,8 @@ class EncoderDecoder(nn.Module):
         precision: str = "32-true",
     ) -> None:
         super().__init__()
+        if torch.get_default_device().type == "cpu":
+            sizes.check_memory(vocabulary)
         decoder_stabilizer = decoder_stabilizer or stabilizer
 
         def embedding(stack: str, chosen: Stabilizer) -> Embedding:

@@ -170,7 +170,7 @@ def test_a_file_that_is_none(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "absent.yaml cannot be read: No such file" in capsys.readouterr().err
     (here / "small.yaml").write_text("{")
     assert main(["compare", "small.yaml"]) == 2
-    assert "small.yaml is no YAML" in capsys.readouterr().err
+    assert "small.yaml, line 2, column 1 is no YAML: " in capsys.readouterr().err
 
 
 @pytest.mark.soak

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,6 +192,37 @@ MISTAKES = {
         ["--model.stabilizer.placement=stabilize.strategies.placment.PreNorm"],
         "model.stabilizer.placement is stabilize.strategies.placment.PreNorm: no Placement is called so; nearest: Pre",
     ),
+    # What YAML and jsonargparse take for something else.
+    "twice": (
+        ["trainer:\n  max_steps: 3\n  max_epochs: 1\n  max_steps: 5\n"],
+        "0.yaml, line 4, column 3 will not do: max_steps stands here for the second time, after line 2; one of them ",
+    ),
+    "twice on a line": (["--model={width: 8, width: 16}"], "model is {width: 8, width: 16}: this is a group of keys"),
+    "null for a group": (
+        ["model: {stabilizer: null}"],
+        "model.stabilizer is null (in 0.yaml): this is a group of keys; there are: model.stabilizer.placement, ",
+    ),
+    "number for a group": (["model: {stabilizer: 1e-5}"], "model.stabilizer is 1.0e-05 (in 0.yaml): this is a gro"),
+    "null for a class": (
+        ["model: {stabilizer: {residual: null}}"],
+        "model.stabilizer.residual is null (in 0.yaml): expected Residual",
+    ),
+    "null for an optimiser": (["model: {optimizer: null}"], "model.optimizer is null (in 0.yaml): expected "),
+    "base": (
+        ["model: {stabilizer: {epsilon: {class_path: stabilize.strategies.Epsilon}}}"],
+        "model.stabilizer.epsilon is stabilize.strategies.Epsilon (in 0.yaml): Epsilon is only what others descend "
+        "from; there are: FixedEpsilon, ",
+    ),
+    "list for a class": (["model: {clipping: [GlobalNorm]}"], "model.clipping is [GlobalNorm] (in 0.yaml): "),
+    "no logger": (["trainer: {logger: [false]}"], "trainer.logger[0] is false (in 0.yaml): expected Logger"),
+    "key that is nothing": (["~: 1\n"], "0.yaml, line 1, column 1 will not do: a word is to stand before the colon"),
+    "endless": (["model: &m {stabilizer: *m}\n"], "0.yaml, line 1, column "),
+    "deep": ([f"model: {'[' * 30}"], "0.yaml, line 1, column 31 will not do: it is nested deeper than 24 levels"),
+    "growing": (
+        ["".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9) if k else 1}]\n" for k in range(9))],
+        "0.yaml, line ",
+    ),
+    "no number in a callback": (["--spike_guard.deviations=.nan"], "spike_guard.deviations is nan, which "),
     # What a class itself refuses.
     "combination": (
         ["--model.stabilizer.placement=PostNorm", "--model.stabilizer.residual=HyperConnections"],
@@ -228,7 +262,7 @@ MISTAKES = {
             "model: {stabilizer: {residual: {class_path: StochasticDepth, init_args: {around: {class_path: DLCL, "
             "init_args: {normalize: null}}}}}}"
         ],
-        "model.stabilizer.residual.around.normalize is null: expected each or sum",
+        "model.stabilizer.residual.around.normalize is null (in 0.yaml): expected each or sum",
     ),
     "seed of the data": (["--data.seed=-1"], "data.seed is -1; 0 is the least that will do"),
     "workers": (["--data.workers=-1"], "data.workers is -1; 0 is the least that will do"),
@@ -237,9 +271,10 @@ MISTAKES = {
     "samples": (["--model.samples=-2"], "model.samples is -2; 0 is the least that will do"),
     "seed": (["--seed_everything=-1"], "seed_everything is -1: "),
     # What only a library knows.
-    "accelerator": (["--trainer.accelerator=cpuu"], "the config cannot be carried out: You selected an invalid acc"),
-    "devices": (["--trainer.devices=abc"], "the config cannot be carried out: `devices` selected with "),
-    "strategy": (["--trainer.strategy=dpp"], "the config cannot be carried out: You selected an invalid strategy name"),
+    "accelerator": (["--trainer.accelerator=cpuu"], "trainer.accelerator is cpuu: You selected an invalid acc"),
+    "devices": (["--trainer.devices=abc"], "trainer.devices is abc: `devices` selected with "),
+    "strategy": (["--trainer.strategy=dpp"], "trainer.strategy is dpp: You selected an invalid strategy name"),
+    "mode of a callback": (["--checkpoint.mode=least"], "ModelCheckpoint cannot be made: `mode` can be min, max but "),
     "callback twice": (["--trainer.callbacks+=GradientRatio"], "trainer.callbacks has a GradientRatio, but every run "),
     # Which words are not what they seem.
     "learning rate": (["--model.optimizer.lr=abc"], "model.optimizer.lr is abc: expected float"),
@@ -286,6 +321,39 @@ def test_a_broken_plugin_is_an_error_where_its_class_is_asked_for(
         assert message.endswith("ValueError: needs a newer torch")
 
 
+FORMS = {
+    "a class within a flag": ["--model.clipping={class_path: ZClip, init_args: {threshold: 3}}"],
+    "a group within a flag": ["--model.stabilizer={placement: PostNorm}"],
+    "arguments of the class before": ["--model.optimizer=SGD", "model: {optimizer: {lr: 0.1}}"],
+    "a list in a flag": ["--trainer.callbacks=[Timer]"],
+    "arguments of the last of a list": ["--trainer.callbacks+=Timer", "--trainer.callbacks.verbose=false"],
+    "another class, whose predecessor needed more": ["data: ParallelText", "data: SyntheticCorpus"],
+    "a text that looks like a number": ["--trainer.default_root_dir=123"],
+    "a mark at the beginning": ["\ufeffmodel: {width: 64}"],
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_no_mistake(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading the words first refuses nothing that jsonargparse understands."""
+    monkeypatch.chdir(tmp_path)
+    flags = []
+    for place, word in enumerate(FORMS[name]):
+        if not word.startswith("--"):
+            (tmp_path / f"{place}.yaml").write_text(word, encoding="utf-8")
+        flags.append(word if word.startswith("--") else f"--config={place}.yaml")
+    assert cli.main(["explain", *flags]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "latin-1"])
+def test_a_file_in_another_encoding(encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "other.yaml").write_text("model: {width: 64}  # schön\n", encoding=encoding)
+    assert cli.main(["explain", f"--config={tmp_path}/other.yaml"]) == 2
+    assert f"error: the config {tmp_path}/other.yaml is no text in UTF-8: " in capsys.readouterr().err
+
+
 def test_the_quickstart_has_no_mistake(said: Said) -> None:
     quickstart = ROOT / "configs" / "quickstart.yaml"
     assert said(f"--config={quickstart}", "--model.widht=8") == (
@@ -301,3 +369,10 @@ def test_a_word_that_belongs_to_no_flag(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_misspelt_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["fitt"]) == 2
     assert capsys.readouterr().err == "error: stabilize has no verb fitt; did you mean fit?\n"
+
+
+def test_the_file_of_the_command_is_the_command() -> None:
+    """As `python stabilize/cli.py`, which is what somebody types who reads the layout."""
+    command = [sys.executable, str(ROOT / "stabilize" / "cli.py"), "fitt"]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert (ended.returncode, ended.stderr) == (2, "error: stabilize has no verb fitt; did you mean fit?\n")

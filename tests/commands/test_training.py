@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -162,18 +163,46 @@ class Intruder:
         return os.mkdir, ("intruded",)
 
 
-def truncated(path: Path, whole: Path) -> None:
-    path.write_bytes(whole.read_bytes()[:5000])
+def cut(share: float) -> Callable[[Path, Path], None]:
+    """The first part of a checkpoint."""
+
+    def write(path: Path, whole: Path) -> None:
+        content = whole.read_bytes()
+        path.write_bytes(content[: int(share * len(content))])
+
+    return write
+
+
+def without(*keys: str) -> Callable[[Path, Path], None]:
+    """A checkpoint as another version may have written it."""
+
+    def write(path: Path, whole: Path) -> None:
+        saved = torch.load(whole, weights_only=True)
+        torch.save({key: value for key, value in saved.items() if key not in keys}, path)
+
+    return write
+
+
+def with_other(**parts: Any) -> Callable[[Path, Path], None]:
+    """A checkpoint of which a part is something else."""
+    return lambda path, whole: torch.save(torch.load(whole, weights_only=True) | parts, path)
 
 
 BAD: dict[str, Callable[[Path, Path], None]] = {
-    "truncated": truncated,
+    **{f"cut at {share:.0%}": cut(share) for share in (0.001, 0.1, 0.5, 0.9, 0.999)},
     "empty": lambda path, whole: path.touch(),
     "text": lambda path, whole: path.write_text("weights\n") and None,
     "code": lambda path, whole: torch.save({"state_dict": Intruder()}, path),
+    "code where it belongs": lambda path, whole: torch.save(
+        torch.load(whole, weights_only=True) | {"optimizer_states": [Intruder()]}, path
+    ),
     "foreign": lambda path, whole: torch.save({"state_dict": {}}, path),
+    "weights alone": lambda path, whole: torch.save(torch.load(whole, weights_only=True)["state_dict"], path),
     "missing": lambda path, whole: None,
     "folder": lambda path, whole: path.mkdir(),
+    "spoilt tokenizer": with_other(tokenizer=b"junk"),
+    "tokenizer of another kind": with_other(tokenizer=3),
+    "no task": with_other(task=None),
 }
 
 
@@ -183,8 +212,33 @@ def test_a_bad_checkpoint_is_one_sentence(
 ) -> None:
     BAD[kind](here / "bad.ckpt", trained / "checkpoints" / "last.ckpt")
     message = refused(capsys, "test", f"--config={trained}/config.yaml", "--ckpt_path=bad.ckpt")
-    assert message.startswith("ckpt_path is bad.ckpt, ")
+    assert message.startswith("ckpt_path is bad.ckpt")
     assert not (here / "intruded").exists()
+
+
+OTHER = {
+    "another version's optimisers": without("optimizers"),
+    "another version's counts": without("tokens_seen", "since_log"),
+    "another version's clipping": without("clipping", "precision"),
+    "no optimiser": without("optimizer_states"),
+    "no version": without("pytorch-lightning_version"),
+    "another version's task": with_other(task={}),
+    "another vocabulary": with_other(state_dict={}),
+    "callbacks of another kind": with_other(callbacks=[1]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_a_checkpoint_that_only_training_can_refuse_is_one_sentence(
+    kind: str, trained: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    OTHER[kind](here / "bad.ckpt", trained / "checkpoints" / "last.ckpt")
+    words = [f"--config={trained}/config.yaml", "--ckpt_path=bad.ckpt", "--trainer.default_root_dir=runs"]
+    assert main(["fit", *words, "--trainer.max_steps=3", "--trainer.logger=false"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "checkpoint" in line or "bad.ckpt" in line
+    assert not list(here.glob("runs/*/checkpoints/*"))
 
 
 def test_a_validation_alone_belongs_to_the_update_of_its_checkpoint(here: Path) -> None:
@@ -331,13 +385,43 @@ LATE = {
     "no test text": (["--test_after_fit=true", "--data.test_pairs=0"], "test_after_fit is true, but data gives no te"),
     "negative rate": (["--model.optimizer.lr=-1"], "model.optimizer cannot be made: Invalid learning rate: -1.0"),
     "optimiser without groups": (["--model.optimizer=LBFGS"], "model.optimizer cannot be made: LBFGS doesn't support"),
+    "optimiser of other gradients": (
+        ["--model.optimizer=SparseAdam"],
+        "model.optimizer SparseAdam makes no update: SparseAdam does not support dense gradients",
+    ),
+    "optimiser of another machine": (
+        ["--model.optimizer.capturable=true"],
+        "model.optimizer Adam makes no update: If capturable=True",
+    ),
+    "a way to clip without a value": (
+        ["--trainer.gradient_clip_algorithm=value", "--model.clipping=GlobalNorm"],
+        "trainer.gradient_clip_algorithm is value, which belongs to trainer.gradient_clip_val, and there is none; "
+        "model.clipping, GlobalNorm, takes no heed of it",
+    ),
+    "width": (
+        ["--model.width=1000000"],
+        "model.encoder_layers 1, model.decoder_layers 1, model.width 1000000, model.hidden 8 make 1.2e+13 weights or ",
+    ),
+    "pairs": (["--data.train_pairs=1000000000000"], "data.train_pairs is 1000000000000; the embedded corpus has no mo"),
+    "checks that do not come": (
+        ["--trainer.val_check_interval=400"],
+        "the config cannot be carried out: `val_check_interval` (400) must be less than or equal to the number of the ",
+    ),
+    "a file in the way of runs": (
+        ["--trainer.default_root_dir=tiny.yaml"],
+        "the folder tiny.yaml/",
+    ),
+    "a file in the way of checkpoints": (
+        ["--checkpoint.dirpath=tiny.yaml/below"],
+        "the folder ",
+    ),
     "learned positions": (
         ["--model.positions=learned", "--model.maximum_length=10"],
         "model.maximum_length is 10, but the text has a line of ",
     ),
     "interval": (
         ["--trainer.val_check_interval=0.5", "--trainer.check_val_every_n_epoch=null"],
-        "the config cannot be carried out: `val_check_interval` should be an integer ",
+        "trainer.val_check_interval is 0.5: `val_check_interval` should be an integer ",
     ),
     "monitor": (
         ["--checkpoint.monitor=foo", "--trainer.val_check_interval=1"],
@@ -352,6 +436,39 @@ def test_what_only_the_text_or_the_model_can_tell(name: str, here: Path, capsys:
     assert main(["fit", "--config=tiny.yaml", "--trainer.logger=false", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {start}")
     assert not list(here.glob("runs/*"))
+
+
+def test_a_disk_that_is_full(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As one user's share of it: no file may grow beyond what the table of an update needs."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, before[1]))
+    try:
+        code = main(["fit", "--config=tiny.yaml", "--trainer.logger=false"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: .*runs/\S+ cannot be (written|used): File too large", line), line
+    assert not list(here.rglob("*.ckpt"))
+
+
+def test_weights_and_biases_cannot_be_imported(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.delitem(sys.modules, training.__name__)
+    message = refused(capsys, "fit", "--config=tiny.yaml")
+    assert message.startswith("fit needs wandb, which cannot be imported: ")
+
+
+def test_what_weights_and_biases_refuses(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "a/b?")
+    assert main(["fit", "--config=tiny.yaml"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: Weights & Biases refuses, Invalid project name 'a/b?'")
+    assert line.endswith("; WANDB_MODE=offline, or disabled, would do without it")
 
 
 def test_a_mode_of_weights_and_biases(
@@ -444,6 +561,44 @@ def test_a_careless_strategy_is_one_sentence(
     )
     assert main(["explain", "--config=tiny.yaml", f"--model.stabilizer.residual={name}.Careless"]) == 2
     assert said in capsys.readouterr().err
+
+
+FAULTY = """
+from stabilize.strategies import Sum
+
+
+class Faulty(Sum):
+    def __init__(self, gain: float = 1.0) -> None:
+        super().__init__()
+        self.gain = gain
+        {0}
+
+    def write(self, stream, branch):
+        return {1}
+"""
+FAULTS = {
+    "built": (("{}['x']", "stream"), 2, "error: Faulty cannot be made: KeyError: 'x'\n"),
+    "at work": (
+        ("pass", "stream + gone"),
+        2,
+        "error: the plug-in faulty_0 fails in write, line 12: NameError: name 'gone' is not defined\n",
+    ),
+    "felt elsewhere": (
+        ("pass", "stream[..., :3]"),
+        1,
+        "; the cause may be in a plug-in: faulty_0\n(--debug shows the traceback)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_plugin_names_it(name: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines, code, said = FAULTS[name]
+    module = f"faulty_{len(name)}"  # each is imported once
+    (here / f"{module}.py").write_text(FAULTY.format(*lines))
+    words = ["fit", "--config=tiny.yaml", f"--model.stabilizer.residual={module}.Faulty", "--trainer.logger=false"]
+    assert main(words) == code
+    assert capsys.readouterr().err.endswith(said.replace("faulty_0", module))
 
 
 def test_a_plugin_distribution_is_used_by_its_short_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
