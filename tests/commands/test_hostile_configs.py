@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import os
+import shutil
 import signal
+import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from jsonargparse import Namespace
 
 from stabilize import cli
 from stabilize.commands import training
+from tests.checkout import ROOT
 from tests.commands.hostile import Case, case
 from tests.commands.parsing import fit_parser
 
@@ -187,8 +192,12 @@ def modest(config: dict[str, Any]) -> list[str] | None:
     return [f"--{key}={value}" for key, value in flags.items()]
 
 
-def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
-    """How the command took a case, and what is wrong with that."""
+def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, fits: bool = True) -> tuple[str, str]:
+    """How the command took a case, and what is wrong with that.
+
+    Args:
+        fits: whether it also trains, where it was not refused.
+    """
     monkeypatch.setenv("WANDB_MODE", "disabled")  # its processes cost more than the run
     for name, value in made.environment.items():
         monkeypatch.setenv(name, value)
@@ -202,30 +211,28 @@ def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[st
             return "refused", f"exit code {looked.code}: {looked.said}"
         config = flat(looked.command.config["explain"])
         unlike = differences(said_by(made, words), config)
-        smaller = modest(config)
+        smaller = modest(config) if fits else None
         if unlike or smaller is None:
-            return "looked at", "; ".join(unlike)
+            return "explained", "; ".join(unlike)
         words += smaller
         run = ended("fit", words, monkeypatch)
         if run.code == 2:
-            return "refused by fit", wrong_refusal(run.said, made, words) or traces(folder, before)
+            return "refused before training", wrong_refusal(run.said, made, words) or traces(folder, before)
         if run.code or run.command is None:
-            return "fitted", f"exit code {run.code}: {run.said}"
-        (written,) = [*Path(run.command.trainer.default_root_dir).glob("config.yaml")] or [None]
-        if written is None:
-            return (
-                "fitted",
-                "" if run.command.trainer.fast_dev_run or run.command.trainer.barebones else "no config.yaml",
-            )
+            return "trained", f"exit code {run.code}: {run.said}"
+        trainer = run.command.trainer
+        written = Path(trainer.default_root_dir) / "config.yaml"
+        if not written.exists():
+            return "trained", "" if trainer.fast_dev_run else "no config.yaml"
         config = flat(yaml.safe_load(written.read_text()))
         unlike = differences(said_by(made, words), config)
-        made_of_it = {key: value for key, value in in_the_objects(run.command).items() if key in config}
-        unlike += differences({k: config[k] for k in made_of_it if k not in ANOTHER_BY_RULE}, made_of_it)
-        return "fitted", "; ".join(unlike)
+        objects = {key: value for key, value in in_the_objects(run.command).items() if key in config}
+        unlike += differences({key: config[key] for key in objects if key not in ANOTHER_BY_RULE}, objects)
+        return "trained", "; ".join(unlike)
     except HangError:
-        return "", "hangs"
+        return "hangs", "hangs"
     except Exception as error:
-        return "", f"traceback: {type(error).__name__}: {error}"
+        return "traceback", f"{type(error).__name__}: {error}"
 
 
 def traces(folder: Path, before: set[Path]) -> str:
@@ -254,14 +261,43 @@ def keys() -> list[str]:
     return [action.dest for action in fit_parser()._actions if action.dest not in ("help", "config", "print_config")]
 
 
-SAMPLE = range(40)
-
-
-@pytest.mark.parametrize("number", SAMPLE)
+@pytest.mark.parametrize("number", range(40))
 def test_it_is_refused_in_a_sentence_or_what_it_says_is_what_runs(
     number: int, keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = case(number, keys)
-    _, wrong = fault(made, tmp_path, monkeypatch)
+    _, wrong = fault(made, tmp_path, monkeypatch, fits=number < 5)
     assert not wrong, made.what
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start", range(0, 1000, 50))
+def test_so_are_a_thousand(start: int, keys: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """How they were taken is printed, for `pytest -s`."""
+    how: Counter[str] = Counter()
+    faults = {}
+    for number in range(start, start + 50):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.chdir(folder)
+            taken, wrong = fault(case(number, keys), folder, patched)
+        how[taken] += 1
+        if wrong:
+            faults[number] = wrong
+        shutil.rmtree(folder)
+    with capsys.disabled():
+        print(f"\n{start} to {start + 49}: {dict(how)}")
+    assert not faults
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(1000, 1020))
+def test_so_is_one_in_a_process_of_its_own(number: int, keys: list[str], tmp_path: Path) -> None:
+    made = case(number, keys)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | made.environment
+    command = [sys.executable, "-m", "stabilize", "explain", *made.write(tmp_path)]
+    looked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert looked.returncode in (0, 2), looked.stderr
+    assert "Traceback" not in looked.stdout + looked.stderr

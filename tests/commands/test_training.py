@@ -189,7 +189,7 @@ def with_other(**parts: Any) -> Callable[[Path, Path], None]:
 
 
 BAD: dict[str, Callable[[Path, Path], None]] = {
-    **{f"cut at {share:.0%}": cut(share) for share in (0.001, 0.1, 0.5, 0.9, 0.999)},
+    **{f"cut at {share:.0%}": cut(share) for share in (0.001, 0.5, 0.999)},
     "empty": lambda path, whole: path.touch(),
     "text": lambda path, whole: path.write_text("weights\n") and None,
     "code": lambda path, whole: torch.save({"state_dict": Intruder()}, path),
@@ -218,10 +218,7 @@ def test_a_bad_checkpoint_is_one_sentence(
 
 OTHER = {
     "another version's optimisers": without("optimizers"),
-    "another version's counts": without("tokens_seen", "since_log"),
     "another version's clipping": without("clipping", "precision"),
-    "no optimiser": without("optimizer_states"),
-    "no version": without("pytorch-lightning_version"),
     "another version's task": with_other(task={}),
     "another vocabulary": with_other(state_dict={}),
     "callbacks of another kind": with_other(callbacks=[1]),
