@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -155,12 +156,11 @@ class Marks:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._bits: list[NDArray[np.uint16]] = []
-        self._hashes: list[NDArray[np.int64]] = []
+        self._bits, self._hashes = array("H"), array("q")  # 26 bytes a pair
 
     def add(self, rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
         """Take in some pairs; their sources and targets as the model reads them."""
-        sources, targets, bits, hashes = [], [], [], []
+        sources, targets = [], []
         for raw_source, raw_target, *_ in rows:
             source, met = clean(raw_source, unescape=self.policy.unescape)
             target, met_too = clean(raw_target, unescape=self.policy.unescape)
@@ -171,12 +171,10 @@ class Marks:
                 met |= BIT["copied"]
             sources.append(source)
             targets.append(target)
-            bits.append(met)
+            self._bits.append(met)
             # Python's own, of 64 bits and never kept: that among ten million pairs two that differ have the same one
             # has a probability of one in 400,000.
-            hashes.append((hash(source), hash(target), hash((source, target))))
-        self._bits.append(np.array(bits, np.uint16))
-        self._hashes.append(np.array(hashes, np.int64).reshape(-1, 3))
+            self._hashes.extend((hash(source), hash(target), hash((source, target))))
         return sources, targets
 
     def account(self, test: Sequence[Iterable[str]] = ()) -> tuple[NDArray[np.int64], dict[str, Met]]:
@@ -185,8 +183,7 @@ class Marks:
         Args:
             test: the test text: all its sources, and all its lines of each reference.
         """
-        bits = np.concatenate([np.zeros(0, np.uint16), *self._bits])
-        hashes = np.concatenate([np.zeros((0, 3), np.int64), *self._hashes])
+        bits, hashes = np.array(self._bits, np.uint16), np.asarray(self._hashes, np.int64).reshape(-1, 3)
         for column, sides in enumerate((test[:1], test[1:])):
             known = [hash(clean(line, unescape=self.policy.unescape)[0]) for side in sides for line in side]
             bits[np.isin(hashes[:, column], np.array(known, np.int64))] |= BIT["in_test"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import subprocess
@@ -251,3 +252,33 @@ def test_a_checkpoint_keeps_its_vocabulary() -> None:
         task.on_load_checkpoint(saved)
     swapped = before.model.replace(b"\x0a\x01a", b"\x0a\x01b", 1)
     assert Tokenizer(swapped).hash != before.hash
+
+
+@pytest.mark.soak
+def test_processes_at_once_after_a_kill(tmp_path: Path) -> None:
+    """One is killed for good while it tokenises, then three start together; what they have is what one alone has."""
+    for language, word in (("en", "line"), ("de", "Zeile")):
+        text = "".join(f"{word} {k} {word * (k % 9)} {k * k}\n" for k in range(300_000))
+        (tmp_path / f"train.{language}").write_text(text, encoding="utf-8")
+    code = (
+        "import sys; from stabilize.data import ParallelText;"
+        "data = ParallelText(train=sys.argv[1] + '/train.{lang}', validation_pairs=8, vocabulary=300,"
+        " cache=sys.argv[2]); data.setup('fit'); print(data.account['train']['sha256'])"
+    )
+
+    def start(cache: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(tmp_path), str(tmp_path / cache)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    killed = start("killed")
+    while not [*tmp_path.glob("killed/*/ids-*.part/state.json")]:
+        assert killed.poll() is None, "it was over before it could be killed"
+    killed.kill()
+    killed.communicate()
+    (state,) = tmp_path.glob("killed/*/ids-*.part/state.json")
+    assert json.loads(state.read_text())["chunks"] < 15
+    together = [start("killed") for _ in range(3)]
+    said = {process.communicate()[0].splitlines()[-1] for process in together}
+    assert {process.returncode for process in together} == {0}
+    assert said == {start("whole").communicate()[0].splitlines()[-1]}
+    assert files(tmp_path / "killed") == files(tmp_path / "whole")
