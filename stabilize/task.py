@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from stabilize import generators
 from stabilize.checkpoint import check_model, check_optimizer, settings
 from stabilize.data.batch import Batch
+from stabilize.data.cleaning import is_blank
 from stabilize.data.module import Split
 from stabilize.data.tokenizer import Tokenizer
 from stabilize.decoding import BeamSearch
@@ -439,7 +440,7 @@ class TranslationTask(LightningModule):
         """Detokenised translations of a batch; a blank line stays blank."""
         found = search(self.model, batch.source)
         translations = [
-            self.tokenizer.decode(hypothesis.ids) if source.strip() else ""
+            "" if is_blank(source) else self.tokenizer.decode(hypothesis.ids)
             for hypothesis, source in zip(found, batch.source_text, strict=True)
         ]
         self.evaluations[name].add(batch, translations, [hypothesis.truncated for hypothesis in found])

@@ -89,7 +89,7 @@ def test_batches_and_processes_change_no_byte_and_scores_are_those_of_the_sacreb
         found[processes] = [(folder / "translations" / file).read_bytes() for file in ("test.txt", "test.json")]
     assert found[1] == found[2] == found[3]
 
-    one_by_one = Translator(task.eval(), task.search, count=1, batch_tokens=1, longest=1024)
+    one_by_one = Translator(task.eval(), task.search, batch_tokens=1)
     sources = (tmp_path / "test.en").read_bytes().split(b"\n")[:-1]
     assert "".join(f"{text}\n" for ((text, _),) in one_by_one(sources)).encode() == found[1][0]
 

@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from stabilize import checkpoint, kernels
 from stabilize.commands.weights import load
 from stabilize.commands.words import Parser, settings_of
+from stabilize.data.cleaning import BIT, clean, is_blank
 from stabilize.data.sampler import TokenBatches
 from stabilize.decoding import BeamSearch, Hypothesis
 from stabilize.errors import UserError, at_least
@@ -78,6 +79,7 @@ class Translator:
         count: hypotheses of each line.
         batch_tokens: budget of a batch, rows x longest source.
         longest: tokens of a source line that are read, the end included.
+        unescape: see `data.cleaning.clean`.
 
     Attributes:
         lines: how many were read.
@@ -86,9 +88,17 @@ class Translator:
     """
 
     def __init__(
-        self, task: TranslationTask, search: BeamSearch, *, count: int, batch_tokens: int, longest: int
+        self,
+        task: TranslationTask,
+        search: BeamSearch,
+        *,
+        count: int = 1,
+        batch_tokens: int = 4096,
+        longest: int = 1024,
+        unescape: bool = False,
     ) -> None:
         self.task, self.search, self.count, self.batch_tokens = task, search, count, batch_tokens
+        self.unescape = unescape
         self.longest = min(longest, task.model.longest or longest)
         self.lines, self.truncated = 0, 0
         self.faults: Counter[str] = Counter()
@@ -111,13 +121,10 @@ class Translator:
     def _tokens(self, line: bytes) -> list[int]:
         """Tokens of a line with the end mark; none of a blank one."""
         self.lines += 1
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError:
-            text = line.decode("utf-8", errors="replace")
+        text, met = clean(line.decode("utf-8", "surrogateescape"), unescape=self.unescape)
+        if met & BIT["invalid_utf8"]:
             self._tell("not UTF-8")
-        text = text.removesuffix("\r").removeprefix("\ufeff").replace("\0", " ")
-        if not text.strip():
+        if is_blank(text):
             return []
         tokens = self.task.tokenizer.encode(text)
         if len(tokens) >= self.longest:
@@ -206,6 +213,9 @@ def translate(words: list[str]) -> int:
     parser.add_argument("--scores", action="store_true", help="write score, tab, text")
     for name, (default, _, told) in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{told} (default: %(default)s)")
+    parser.add_argument(
+        "--unescape", action="store_true", help="read &apos; and its like as characters, as data.unescape"
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     chosen = parser.parse_args(words)
 
@@ -228,6 +238,7 @@ def translate(words: list[str]) -> int:
         count=count,
         batch_tokens=chosen.batch_tokens,
         longest=chosen.maximum_source,
+        unescape=chosen.unescape,
     )
     if sys.stdin.isatty():
         say("type lines; Ctrl-D ends them")

@@ -69,7 +69,7 @@ def text(*lines: str) -> bytes:
 
 def test_it_writes_what_predict_does(pipe: Pipe, checkpoint: Path, tmp_path: Path) -> None:
     """With the same search; of its own batches, without the text that it was trained on."""
-    sources = [*ENGLISH, "", "the dog reads the cat", "   ", ENGLISH[2]]
+    sources = [*ENGLISH, "", "the dog reads the cat", "\u3000 \u200b", ENGLISH[2]]
     data = Sentences({"test": Pairs(sources, ["x"] * len(sources))})
     task = TranslationTask.load_from_checkpoint(checkpoint, search=BeamSearch(beam=4, length_penalty=0.5))
     small_trainer(tmp_path).predict(task, datamodule=data)
@@ -102,6 +102,12 @@ def test_nothing_that_may_come_loses_a_line(pipe: Pipe) -> None:
     assert "line 10 is cut, of which only the first 29 tokens were read" in said
     assert re.search(r"12 lines, .*2 not UTF-8", said)
     assert "1 cut" in said
+
+
+def test_entities_are_read_as_characters_where_asked(pipe: Pipe) -> None:
+    """As `data.unescape` does in training."""
+    escaped, plain = text("a dog &amp; a cat sleeps"), text("a dog & a cat sleeps")
+    assert pipe(escaped, "--unescape", "--scores") == pipe(plain, "--scores") != pipe(escaped, "--scores")
 
 
 def test_nothing_in_nothing_out(pipe: Pipe) -> None:
@@ -201,7 +207,7 @@ def test_a_line_without_end_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch
 
 def test_few_faults_are_told_one_by_one(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = TranslationTask.load_from_checkpoint(checkpoint)
-    translator = Translator(task, BeamSearch(beam=1), count=1, batch_tokens=100, longest=100)
+    translator = Translator(task, BeamSearch(beam=1))
     translator([b"\xff"] * 9)
     assert capsys.readouterr().err.count("is not UTF-8") == 5
     assert str(translator).startswith("9 lines, 9 not UTF-8")
