@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from stabilize.cli import main
 from tests import checkout
 from tests.checkout import ROOT
 
@@ -31,14 +32,15 @@ SHORT = " ".join(
     for flag in ("max_steps=2", "limit_val_batches=1", "limit_test_batches=1", "limit_predict_batches=1")
 )
 
-# What `stabilize` means in a block: a function of the shell that adds flags to the verbs that run a trainer.
+# What `stabilize` means in a block: a function of the shell that adds flags to the verbs that run a trainer, or that
+# only says what it is asked, to be carried out in this process (to start one takes longer than to read a config).
 COMMANDS = {
     "run": "",
     "shorten": f"""stabilize() {{
         case $1 in fit | validate | test | predict) set -- "$@" {SHORT} $FLAGS ;; esac
         command stabilize "$@"
     }}""",
-    "parse": 'stabilize() { command stabilize "$@" --print_config > /dev/null; }',
+    "parse": """stabilize() { printf '%s\\0' "$@" --print_config ''; }""",
 }
 
 
@@ -97,7 +99,7 @@ def said(script: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks(README.read_text(encoding="utf-8")), ids=str)
-def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path) -> None:
+def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if block.mark.startswith("by "):
         path, _, test = block.mark.removeprefix("by ").partition("::")
         source = (ROOT / path).read_text(encoding="utf-8")
@@ -109,6 +111,12 @@ def test_a_command_of_the_readme_does_what_it_says(block: Block, folder: Path) -
     else:
         result = run(block, folder)
         assert result.returncode == 0, result.stdout + result.stderr
+        for command in result.stdout.split("\0\0") if block.mark == "parse" else ():
+            monkeypatch.chdir(folder)
+            if command:
+                with pytest.raises(SystemExit) as end:
+                    main(command.split("\0"))
+                assert end.value.code == 0, command
 
 
 PAGE = """
