@@ -29,7 +29,6 @@ from stabilize.data import SyntheticCorpus
 from stabilize.errors import TrainingStoppedError, UserError
 from stabilize.model.layer import compiled_run
 from stabilize.strategies import (
-    GlobalNorm,
     InverseSqrt,
     MaskedBatchNorm,
     Noam,
@@ -63,7 +62,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"precision": "bf16-mixed"},
     "checkpointed": {"checkpoint_layers": True},
-    "clipped": {"clipping": GlobalNorm(0.5)},
     "zclip": {"clipping": ZClip(warmup=2)},
     "batch_norm": {"stabilizer": Stabilizer(norm=MaskedBatchNorm(), warmup=NoWarmup())},
     "power_norm": {"stabilizer": Stabilizer(norm=PowerNorm(warmup=0), warmup=NoWarmup())},
@@ -366,8 +364,7 @@ def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
-@pytest.mark.parametrize("at", [5, 9])
+@pytest.mark.parametrize(("policy", "at"), [("skip", 5), ("rollback", 5), ("rollback", 9)])
 def test_a_resumed_run_does_the_same(tmp_path: Path, policy: str, at: int) -> None:
     """Before the bad updates, at one of them, and between; a rollback goes back to a snapshot of before the resume."""
     poison = {6: "nan", 10: "infinite"}
@@ -391,7 +388,7 @@ def test_a_resumed_run_does_the_same(tmp_path: Path, policy: str, at: int) -> No
 # ---------------------------------------------------------------------- what is written down
 
 
-@pytest.mark.parametrize("module", [POISONED, "encoder.layers.0.branches.0.function", "decoder.end.slots.norm"])
+@pytest.mark.parametrize("module", [POISONED, "encoder.layers.0.branches.0.function"])
 def test_the_first_module_is_named(tmp_path: Path, module: str) -> None:
     task, watching, poison = small_task(optimizer=ADAM), guard(), Poison({4: "nan", 7: "infinite"}, module)
     small_trainer(tmp_path, watching, poison, max_steps=8).fit(task, datamodule=Sentences())
