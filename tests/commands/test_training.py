@@ -721,9 +721,8 @@ def test_a_run_that_the_guard_stops_ends_with_three_and_a_sentence(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     poison = {"class_path": "tests.callbacks.poison.Poison", "init_args": {"updates": {"3": "nan"}}}
-    saves = ["--checkpoint.every_n_train_steps=1", "--checkpoint.monitor=null"]
-    flags = [f"--trainer.callbacks+={json.dumps(poison)}", "--trainer.max_steps=6", "--spike_guard.policy=stop"]
-    assert main(["fit", "-c", "tiny.yaml", *saves, *flags]) == 3
+    flags = [f"--trainer.callbacks+={json.dumps(poison)}", "--spike_guard.policy=stop", "--checkpoint.every=1"]
+    assert main(["fit", "-c", "tiny.yaml", *flags, "--trainer.max_steps=6"]) == 3
     (folder,) = here.glob("runs/*")
     last = folder / "checkpoints" / "last.ckpt"
     assert torch.load(last, weights_only=True)["global_step"] == 2
