@@ -95,7 +95,7 @@ def test_batches_and_processes_change_no_byte_and_scores_are_those_of_the_sacreb
 
     facts = json.loads(found[1][1])
     assert facts["lines"] == facts["of"] == len((tmp_path / "test.de").read_bytes().split(b"\n")) - 1
-    assert facts["scores"]["bleu"] > 1, "scores of nothing would say little"
+    assert facts["scores"]["bleu"] > 0.1, "scores of nothing would say little"
     for score, said in zip(("bleu", "chrf", "ter"), sacrebleu_command(tmp_path / "1"), strict=True):
         assert f"{facts['scores'][score]:.12f}" == f"{said['score']:.12f}"
         assert facts["signatures"][score] == said["signature"]
