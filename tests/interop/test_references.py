@@ -46,9 +46,10 @@ def python_with(requirements: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_it_computes_the_same(package: str, pytestconfig: pytest.Config) -> None:
     python = python_with(PACKAGES[package], pytestconfig.cache.mkdir("interop") / package)
-    options = ["-m", "", "-n", "0", "-p", "no:cacheprovider", "-W", "default"]
+    options = ["-s", "-m", "", "-n", "0", "-p", "no:cacheprovider", "-W", "default"]
     command = [str(python), "-m", "pytest", *options, f"tests/interop/with_{package}.py"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(ended.stdout)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
