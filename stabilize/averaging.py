@@ -40,6 +40,11 @@ class Which:
         return f"last {self.last}" if self.last else f"best {self.best}" if self.best else "all"
 
     @property
+    def kept_by(self) -> str:
+        """The key of `checkpoint` that says how many of these a run keeps."""
+        return "keep_last" if self.last else "save_top_k"
+
+    @property
     def count(self) -> int:
         """How many; 0 for all that were named."""
         return self.last or self.best

@@ -188,6 +188,8 @@ def test_from_the_run_to_the_test_of_its_average(
     scores = yaml.safe_load((tested / "translations" / "test.json").read_text())["scores"]
     assert scores == facts["scores"]
     assert main(["predict", config, weights]) == 0
+    assert main(["fit", config, weights]) == 2
+    assert "has weights alone; --weights average.ckpt would do" in capsys.readouterr().err
     assert main(["average", str(run), "--last", "2", "--output", "average.ckpt"]) == 2
     assert "--output average.ckpt is there already" in capsys.readouterr().err
     assert main(["average", str(run), "--last", "5", "--output", "new.ckpt"]) == 2
@@ -200,6 +202,7 @@ def test_from_the_run_to_the_test_of_its_average(
     ("flags", "why"),
     [
         (["--test_average.best=4"], "test_average is best 4, but checkpoint.save_top_k is 3"),
+        (["--test_average.best=0", "--test_average.last=4"], "test_average is last 4, but checkpoint.keep_last is 2"),
         (["--test_after_fit=false"], "test_average is best 3, but test_after_fit is false"),
     ],
 )

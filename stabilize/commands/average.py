@@ -33,7 +33,7 @@ def write(words: list[str]) -> int:
         there = ", ".join(one.path.name for one in candidates)
         raise UserError(
             f"average is {which}, but there are {len(chosen)} to choose from: {there}; a run keeps more with "
-            f"--checkpoint.save_top_k {which.count}"
+            f"--checkpoint.{which.kept_by} {which.count}"
         )
     averaging.write(chosen, which, given.output)
     for one in chosen:

@@ -406,16 +406,18 @@ class Command(LightningCLI):
 
     def _check_average(self, which: averaging.Which) -> None:
         """Refuse an average that nothing is done with, or of checkpoints that will not be there."""
-        saves, tests = self.trainer.checkpoint_callback, self._get(self.config_init, "test_after_fit")
         if not which.count:
             return
-        if not tests:
+        if not self._get(self.config_init, "test_after_fit"):
             raise UserError(f"test_average is {which}, but test_after_fit is false; --test_after_fit true would do")
-        if not isinstance(saves, ModelCheckpoint) or 0 <= saves.save_top_k < which.count:
-            kept = saves.save_top_k if isinstance(saves, ModelCheckpoint) else 0
+        saves = self.trainer.checkpoint_callback
+        if not isinstance(saves, Checkpoints):
+            raise UserError(f"test_average is {which}, but trainer.enable_checkpointing is false; true would do")
+        kept = getattr(saves, which.kept_by)
+        if 0 <= kept < which.count:
             raise UserError(
-                f"test_average is {which}, but checkpoint.save_top_k is {kept}; "
-                f"--checkpoint.save_top_k {which.count} would do"
+                f"test_average is {which}, but checkpoint.{which.kept_by} is {kept}; "
+                f"--checkpoint.{which.kept_by} {which.count} would do"
             )
 
     def _average(self, which: averaging.Which) -> Path | None:

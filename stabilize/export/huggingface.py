@@ -70,7 +70,7 @@ def write(task: TranslationTask, folder: Path) -> list[str]:
         unk_token=pieces[UNKNOWN],
         bos_token=pieces[BEGIN],
         eos_token=pieces[END],
-        split_special_tokens=True,  # "</s>" in a text is four characters
+        split_special_tokens=True,  # as `encode_special_tokens` below
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],
         model_max_length=len(plain.encoder.positions),
@@ -251,6 +251,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> Any:
     fast.add_special_tokens(
         [AddedToken(piece, special=True, normalized=False) for piece in tokenizer.pieces[: END + 1]]
     )
+    fast.encode_special_tokens = True  # "</s>" in a text is four characters
     return fast
 
 

@@ -263,7 +263,8 @@ def test_the_tokenizer_gives_the_same_ids_on_any_text(kind: str) -> None:
         assert ids == tokenizer.encode(text)
         assert fast.encode(text).ids == [*ids, END]
         back = fast.decode(ids, skip_special_tokens=False)
-        assert "⁇" in tokenizer.decode(ids) or "▁" in text or back == tokenizer.decode(ids)
+        plain = text.isprintable() and "▁" not in text and "⁇" not in tokenizer.decode(ids)
+        assert not plain or back == tokenizer.decode(ids)
 
     agrees()
 
