@@ -109,6 +109,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_no_run_collides_with_another(trained: Path, here: Path) -> None:
+    """Each has a folder of its own with the config that ran (FIELD_REPORTS 2.10)."""
     config, checkpoint = f"--config={trained}/config.yaml", f"--ckpt_path={trained}/checkpoints/last.ckpt"
     before = (trained / "config.yaml").read_text()
     place = "--trainer.default_root_dir=runs"
