@@ -184,7 +184,8 @@ class SpikeGuard(Monitor):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._ranks = trainer.world_size
+        if self.every:
+            self._ranks = trainer.world_size
         if self.every and self.policy == "rollback" and isinstance(trainer.strategy, ModelParallelStrategy):
             raise UserError(
                 "policy: rollback keeps whole copies of the weights, which ModelParallelStrategy shards; "

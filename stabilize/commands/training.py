@@ -592,9 +592,10 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
         raise
     except Exception as error:
         others = plugins.Modules(plugin_folders(arguments))
-        culprit = others.culprit(error)
-        refusal = f"the plug-in {culprit}: {plugins.describe(error)}" if culprit else refusal_of(error)
-        refusal = refusal or refusal_of_lightning(error)
+        if culprit := others.culprit(error):
+            error.add_note(f"the plug-in {culprit}")
+            raise
+        refusal = refusal_of(error) or refusal_of_lightning(error)
         if refusal is None:
             if others.imported():
                 error.add_note(f"the cause may be in a plug-in: {', '.join(others.imported())}")

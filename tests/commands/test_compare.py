@@ -146,7 +146,10 @@ def test_runs_die_with_the_study(here: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (("question: Does it run?", "qestion: Does it run?"), "small.yaml: "),
+        (
+            ("question: Does it run?", "qestion: Does it run?"),
+            "(in small.yaml): there is no such key; nearest: ",
+        ),
         (("seeds", "seeds"), ""),
         (("post_ln", "post_l"), "no strategy config post_l; nearest: post_ln"),
         (("strategies: [post_ln, own.yaml]", "strategies: []"), "strategies is empty"),

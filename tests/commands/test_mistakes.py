@@ -274,7 +274,7 @@ MISTAKES = {
     "accelerator": (["--trainer.accelerator=cpuu"], "trainer.accelerator is cpuu: You selected an invalid acc"),
     "devices": (["--trainer.devices=abc"], "trainer.devices is abc: `devices` selected with "),
     "strategy": (["--trainer.strategy=dpp"], "trainer.strategy is dpp: You selected an invalid strategy name"),
-    "mode of a callback": (["--checkpoint.mode=least"], "ModelCheckpoint cannot be made: `mode` can be min, max but "),
+    "mode of a callback": (["--checkpoint.mode=least"], "Checkpoints cannot be made: `mode` can be min, max but "),
     "callback twice": (["--trainer.callbacks+=GradientRatio"], "trainer.callbacks has a GradientRatio, but every run "),
     # Which words are not what they seem.
     "learning rate": (["--model.optimizer.lr=abc"], "model.optimizer.lr is abc: expected float"),

@@ -578,8 +578,9 @@ FAULTS = {
     "built": (("{}['x']", "stream"), 2, "error: Faulty cannot be made: KeyError: 'x'\n"),
     "at work": (
         ("pass", "stream + gone"),
-        2,
-        "error: the plug-in faulty_0 fails in write, line 12: NameError: name 'gone' is not defined\n",
+        1,
+        "error: NameError: name 'gone' is not defined; the plug-in faulty_0 fails in write, line 12\n"
+        "(--debug shows the traceback)\n",
     ),
     "felt elsewhere": (
         ("pass", "stream[..., :3]"),
