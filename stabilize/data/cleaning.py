@@ -131,7 +131,7 @@ class Policy(NamedTuple):
             before = met.get(rule, Met(0, int(lines[0]) + 1, self.done(rule)))
             met[rule] = before._replace(pairs=before.pairs + len(lines))
 
-    def by_length(self, met: dict[str, Met], lines: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool]:
+    def by_length(self, met: dict[str, Met], lines: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Apply the rules that count tokens; which pairs stay.
 
         Args:
@@ -140,7 +140,7 @@ class Policy(NamedTuple):
             lengths: tokens of their sides, [2, pairs].
         """
         longest, shortest = lengths.max(0), lengths.min(0)
-        stays = np.ones(len(lines), np.bool)
+        stays = np.ones(len(lines), bool)
         for rule, found in (
             ("too_long", longest > self.maximum_length),
             ("length_ratio", longest > self.maximum_ratio * shortest),

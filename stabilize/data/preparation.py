@@ -36,7 +36,8 @@ FORMAT: Final = 1
 """Another number where the same text and settings give other files than before."""
 
 CHUNK: Final = 20_000
-"""Lines that are held at a time; a process that is killed while it tokenises loses no more work than this."""
+"""Lines that are held at a time; a process that is killed while it tokenises loses no more work than this. With another
+number here, FORMAT is another too: what is half done is counted in chunks."""
 
 SIDES: Final = ("source", "target")
 
