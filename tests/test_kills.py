@@ -67,7 +67,7 @@ def fit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "run.yaml").write_text(CONFIG)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "stabilize", "fit", "--config=run.yaml", "--ckpt_path=auto", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200)
 
 
 def records(folder: Path) -> list[tuple[tuple[str, int], dict[str, Any]]]:
