@@ -45,8 +45,11 @@ class ActivationScale(PlaceMonitor):
     def __init__(self, every: int = 50, layers: dict[str, str] | None = None, figures: bool = True) -> None:
         super().__init__(every, layers, figures)
 
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
-        return stats.moments(*observe(place, inputs, keywords, output))
+    def see(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        return observe(place, inputs, keywords, output)
+
+    def measure(self, seen: Any) -> Tensor:
+        return stats.moments(*seen)
 
     def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
         metrics: dict[str, float] = {}

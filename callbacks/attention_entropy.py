@@ -55,10 +55,13 @@ class AttentionEntropy(PlaceMonitor):
     def find_places(self, layer: nn.Module) -> list[nn.Module]:
         return [part for part in layer.modules() if shows_logits(part)]
 
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
-        logits, mask = logits_of(place, inputs, keywords, self.real)
+    def see(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        logits, mask = logits_of(place, inputs, keywords, self.real)  # too large to be kept
         largest = stats.largest_logit(logits, mask).nan_to_num(nan=0.0, posinf=math.inf)
         return torch.cat([stats.attention_sums(logits, mask), largest[None]])
+
+    def measure(self, seen: Any) -> Tensor:
+        return seen
 
     def add(self, total: Tensor, new: Tensor) -> Tensor:
         return torch.cat([total[:, :4] + new[:, :4], torch.maximum(total[:, 4:], new[:, 4:])], dim=1)

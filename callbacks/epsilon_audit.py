@@ -49,17 +49,20 @@ class EpsilonAudit(PlaceMonitor):
     def find_places(self, layer: nn.Module) -> list[nn.Module]:
         return [part for part in layer.modules() if isinstance(part, TORCH_NORMS) or hasattr(part, "guarded")]
 
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
+    def see(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         x, *others = (*inputs, *keywords.values())
         guarded, epsilon = _guarded(place, x, output)
         if guarded is None:
-            return torch.zeros(self.numbers, device=x.device, dtype=stats.wide_dtype(x.device))
+            return x.new_empty(0), epsilon, None  # no position
         real = others[0] if others else self.real
         if not others and real is not None and real.shape != guarded.shape:
             real = None  # a norm of something else than the stream
         if real is not None and guarded.dim() > real.dim():
             real = real[:, None]  # the same in every head
-        return stats.near_epsilon(guarded, epsilon, real)
+        return guarded, epsilon, real
+
+    def measure(self, seen: Any) -> Tensor:
+        return stats.near_epsilon(*seen)
 
     def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
         metrics: dict[str, float] = {}

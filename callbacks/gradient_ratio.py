@@ -17,6 +17,7 @@ from stabilize.callbacks.history import History
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.layers import roles_of, stream_of
 from stabilize.errors import UserError
+from stabilize.gradients import Gradients
 from stabilize.precision import gradient_scale
 
 
@@ -121,7 +122,8 @@ class GradientRatio(LayerMonitor):
         if all(parameter.grad is None for parameter in pl_module.parameters()):
             return  # `training_step` returned None
         modules = [module for part in self.parts.values() for module in part]
-        norms = stats.gradient_norms([*modules, pl_module]) / gradient_scale(trainer, optimizer)
+        known = Gradients.at(pl_module, optimizer).norm_by_parameter
+        norms = stats.gradient_norms([*modules, pl_module], known) / gradient_scale(trainer, optimizer)
         if self.activations:
             for stack, layers in self.stacks.items():
                 if ran.isdisjoint(layers):

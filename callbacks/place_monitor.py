@@ -35,11 +35,15 @@ class PlaceMonitor(ForwardMonitor):
         """Each place's stack, and the number of its layer from 0."""
         self.real: Tensor | None = None
         """Which positions are real to the layer that runs, where the masks that it was called with tell."""
-        self._seen: dict[nn.Module, Tensor] = {}
+        self._seen: dict[nn.Module, Any] = {}
 
     @abstractmethod
-    def measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Tensor:
-        """Return the sums `[numbers]` of one call of a place."""
+    def see(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        """Return what is to be kept of one call of a place until the forward has ended."""
+
+    @abstractmethod
+    def measure(self, seen: Any) -> Tensor:
+        """Return the sums `[numbers]` of one call; all calls in a row, which costs half of one here and one there."""
 
     @abstractmethod
     def report_places(self, trainer: pl.Trainer, sums: dict[nn.Module, Tensor]) -> None:
@@ -63,7 +67,7 @@ class PlaceMonitor(ForwardMonitor):
     def look(self) -> None:
         if self.inside and self.places:
             uncompiled.begin(self)
-        self.watch(self._measure, self.places)
+        self.watch(self._see, self.places)
         if self.inside:
             self._watch_masks()
 
@@ -71,7 +75,9 @@ class PlaceMonitor(ForwardMonitor):
         for stack in {stack for stack, _ in self.places.values()} - {self.places[place][0] for place in self._seen}:
             self.warn_unseen(stack)
         nothing = torch.zeros(self.numbers, device=device, dtype=stats.wide_dtype(device))
-        return torch.stack([self._seen.get(place, nothing) for place in self.places] or [nothing])
+        with torch.no_grad():
+            sums = {place: self.measure(seen) for place, seen in self._seen.items()}
+        return torch.stack([sums.get(place, nothing) for place in self.places] or [nothing])
 
     def report(self, trainer: pl.Trainer, sums: Tensor) -> None:
         self.report_places(trainer, dict(zip(self.places, sums, strict=False)))
@@ -96,10 +102,10 @@ class PlaceMonitor(ForwardMonitor):
         uncompiled.end(self)
         self.places = {}
 
-    def _measure(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
+    def _see(self, place: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> None:
         if place.training:
             with torch.no_grad():
-                self._seen[place] = self.measure(place, inputs, keywords, output)
+                self._seen[place] = self.see(place, inputs, keywords, output)
 
     def _watch_masks(self) -> None:
         """Before each layer that does not tell its parts which positions are real, see what it is told itself."""

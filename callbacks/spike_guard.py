@@ -240,9 +240,7 @@ class SpikeGuard(Monitor):
         window, self._window = self._window, []
         if not self.every:
             return
-        gradients = getattr(pl_module, "gradients", None)  # whose norm clipping asks for too
-        if not isinstance(gradients, Gradients):
-            gradients = Gradients.of(optimizer)
+        gradients = Gradients.at(pl_module, optimizer)
         if gradients.there:  # else `training_step` returned None
             scale = gradient_scale(trainer, optimizer)
             norm = stats.whole(gradients.norm).float() / scale

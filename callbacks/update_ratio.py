@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from matplotlib.figure import Figure
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stabilize import stats
@@ -40,7 +40,7 @@ class UpdateRatio(LayerMonitor):
 
     def __init__(self, every: int = 50, layers: dict[str, str] | None = None, figures: bool = True) -> None:
         super().__init__(every, layers, figures)
-        self._before: dict[nn.Parameter, Tensor] = {}
+        self._before: dict[Tensor, Tensor] = {}
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer

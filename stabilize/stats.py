@@ -29,29 +29,36 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def gradient_norms(modules: Sequence[nn.Module]) -> Tensor:
+def gradient_norms(modules: Sequence[nn.Module], known: Mapping[Tensor, Tensor] | None = None) -> Tensor:
     """L2 norm of the gradient of all parameters of each module, as `[modules]`.
 
     ``|g| = sqrt(sum over parameters of sum(g ** 2))``. A parameter in two of the modules counts in both and is read
     once. Parameters whose gradient is None are left out; a module without any gradient is NaN.
+
+    Args:
+        modules: whose parameters.
+        known: norms of single gradients, by parameter, that need not be taken again.
     """
     groups = [[p for p in module.parameters() if p.grad is not None] for module in modules]
-    gradients = {p: p.grad for group in groups for p in group if p.grad is not None}
-    if not gradients:
-        return _together(groups, {})
-    return _together(groups, dict(zip(gradients, _norm_of_each(list(gradients.values())).unbind(), strict=True)))
+    norms = dict(known or {})
+    gradients = {p: p.grad for group in groups for p in group if p.grad is not None and p not in norms}
+    if gradients:
+        norms |= zip(gradients, whole(norm_of_each(list(gradients.values()))).unbind(), strict=True)
+    return _together(groups, norms)
 
 
-def _together(groups: Sequence[Sequence[nn.Parameter]], norms: Mapping[nn.Parameter, Tensor]) -> Tensor:
+def _together(groups: Sequence[Sequence[nn.Parameter]], norms: Mapping[Tensor, Tensor]) -> Tensor:
     """L2 norm of each group from those of its parameters, as `[groups]`; NaN of a group of none."""
-    missing = next((norm.new_full((), math.nan) for norm in norms.values()), torch.tensor(math.nan))
-    # To index a tensor with a list would wait for the device each time.
     rows = [[norms[parameter] for parameter in group] for group in groups]
-    return torch.stack([torch.linalg.vector_norm(torch.stack(row)) if row else missing for row in rows])
+    there = [norm for row in rows for norm in row]
+    if not there:
+        return torch.full((len(rows),), math.nan)
+    together = torch._foreach_norm(torch.split(torch.stack(there), [len(row) for row in rows]))
+    return torch.stack([norm if row else norm.new_full((), math.nan) for norm, row in zip(together, rows, strict=True)])
 
 
-def _norm_of_each(tensors: list[Tensor]) -> Tensor:
-    """L2 norm of each tensor by itself, as `[tensors]`, in float64 where the device has it.
+def norm_of_each(tensors: list[Tensor]) -> Tensor:
+    """L2 norm of each tensor by itself, as `[tensors]`, in float64 where the device has it; sharded as they are.
 
     On a CPU float64 takes eight times as long, and a look at a number nothing: there only the norms whose squares
     float32 may have lost are taken again.
@@ -59,7 +66,9 @@ def _norm_of_each(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     wide = wide_dtype(device)
     if any(isinstance(t, DTensor) or t.device.type != "cpu" or t.dtype == torch.float64 for t in tensors):
-        return torch.stack([whole(norm).to(device) for norm in torch._foreach_norm(tensors, 2, dtype=wide)])
+        sharded = all(isinstance(t, DTensor) for t in tensors)
+        each = torch._foreach_norm(tensors, 2, dtype=wide)
+        return torch.stack([(norm if sharded else whole(norm)).to(device) for norm in each])
     norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).to(wide)
     for number in ((norms > 1e-12) & (norms < 1e18)).logical_not().nonzero().flatten().tolist():
         norms[number] = torch.linalg.vector_norm(tensors[number], dtype=wide)
@@ -85,7 +94,7 @@ def gradient_ratio(norms: Tensor) -> Tensor:
     return torch.where((last > 0) & last.isfinite(), norms[:-1] / last, math.nan)
 
 
-def update_ratios(modules: Sequence[nn.Module], before: Mapping[nn.Parameter, Tensor]) -> Tensor:
+def update_ratios(modules: Sequence[nn.Module], before: Mapping[Tensor, Tensor]) -> Tensor:
     """How far each module's parameters have moved, over where they were: ``|W' - W| / |W|``, as `[modules]`.
 
     Both norms are those of all parameters of the module together. Parameters that need no gradient are left out; a
@@ -96,15 +105,15 @@ def update_ratios(modules: Sequence[nn.Module], before: Mapping[nn.Parameter, Te
         before: a copy of each parameter before it, which is used up.
     """
     groups = [[p for p in module.parameters() if p.requires_grad] for module in modules]
-    size: dict[nn.Parameter, Tensor] = {}
-    step: dict[nn.Parameter, Tensor] = {}
+    size: dict[Tensor, Tensor] = {}
+    step: dict[Tensor, Tensor] = {}
     for group in groups:  # one at a time, whose weights stay in the processor's cache
         new = [p for p in group if p not in size]
         if new:
             olds = [before[p] for p in new]
-            size.update(zip(new, _norm_of_each(olds).unbind(), strict=True))
+            size.update(zip(new, whole(norm_of_each(olds)).unbind(), strict=True))
             torch._foreach_sub_(olds, [p.detach() for p in new])
-            step.update(zip(new, _norm_of_each(olds).unbind(), strict=True))
+            step.update(zip(new, whole(norm_of_each(olds)).unbind(), strict=True))
     sizes, steps = _together(groups, size), _together(groups, step)
     return torch.where(sizes > 0, steps / sizes, math.nan)
 

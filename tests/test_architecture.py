@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "generators": set(),
     "slurm": set(),
-    "gradients": set(),
+    "gradients": {"stats"},
     "precision": set(),
     "stats": set(),
     "findings": set(),
