@@ -31,11 +31,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as BasicProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.strategies.launchers import subprocess_script as launching
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import nn
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from stabilize import averaging, checkpoint, kernels, plugins, slurm
 from stabilize.callbacks import (
@@ -561,8 +562,6 @@ def run(arguments: list[str], command: type[Command] = Command) -> int:
         warnings.filterwarnings("ignore", message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
-        ranks.end_with_the_first()
     with no_folder_of_a_refusal():
         return carry_out(command, arguments)
 
@@ -572,8 +571,12 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
 
     Raises:
         UserError: what a library, the machine, a plug-in or another process of the run refused.
-        TrainingStoppedError: the spike guard of another process of the run ended it.
+        TrainingStoppedError: the spike guard ended the run; of several processes the first one says so.
     """
+    watch, is_first = ranks.Watch(), rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    launching._launch_process_observer = watch.others
+    if not is_first:
+        watch.first()
     try:
         command(arguments)
     except SIGTERMException as end:
@@ -584,11 +587,18 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
             if name:
                 raise kind(told) from None
         raise
+    except ProcessExitedException as end:  # of ddp_spawn and ddp_fork: with a code, or by a signal that ends at once
+        if end.exit_code > 0:
+            return end.exit_code
+        raise UserError(ranks.LOST) from end
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
             raise KeyboardInterrupt from end
         raise
-    except (UserError, TrainingStoppedError):
+    except TrainingStoppedError:
+        if is_first:
+            raise
+    except UserError:
         raise
     except Exception as error:
         others = plugins.Modules(plugin_folders(arguments))
@@ -602,6 +612,7 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
             raise
         raise UserError(refusal) from error
     finally:
+        watch.over()
         if wandb.run is not None:
             wandb.finish()
     return 0
