@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from subprocess import Popen
+from typing import Any
 
 LOOKED_FOR_EVERY = 5.0
 """Seconds between two looks at another process."""
@@ -40,23 +41,23 @@ class Watch:
 
         threading.Thread(target=watch, daemon=True).start()
 
-    def others(self, processes: Sequence[Popen[bytes]]) -> None:
+    def others(self, child_processes: Sequence[Popen[Any]]) -> None:
         """Let the first process, and all that it has started, end some time after one of them has failed.
 
         Lightning's own launcher would kill them at once, whatever they are writing or about to say.
         """
 
         def watch() -> None:
-            while not any(process.poll() for process in processes):
+            while not any(process.poll() for process in child_processes):
                 if self._over.wait(LOOKED_FOR_EVERY):
                     return
             if not self._over.wait(TIME_TO_END):
-                _end(processes)
+                _end(child_processes)
 
         threading.Thread(target=watch, daemon=True).start()
 
 
-def _end(processes: Sequence[Popen[bytes]] = ()) -> None:
+def _end(processes: Sequence[Popen[Any]] = ()) -> None:
     print(f"error: {LOST}", file=sys.stderr, flush=True)
     for process in processes:
         process.kill()

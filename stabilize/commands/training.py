@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import json
 import logging
 import os
 import secrets
@@ -294,7 +295,7 @@ class Command(LightningCLI):
             self.save_config_callback = None
             return super().instantiate_trainer(logger=False)
         given = self._get(self.config_init, "trainer")
-        folder = run_folder(Path(given.get("default_root_dir") or "runs"))
+        folder = run_folder(self._runs)
         kwargs |= {"default_root_dir": str(folder)}
         name = self.goes_on_as or os.environ.get("WANDB_RUN_ID") or folder.name
         if given.get("logger") in (None, True) and not given.get("barebones"):
@@ -311,7 +312,7 @@ class Command(LightningCLI):
         if trainer.loggers:
             trainer.loggers = [*trainer.loggers, Narrator(folder, self.subcommand == "fit")]
         if not given.get("barebones"):
-            trainer.callbacks.insert(0, continuing.Continuity(name, self.words))
+            trainer.callbacks.insert(0, continuing.Continuity(name, self.words, self._settings))
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:
@@ -365,7 +366,7 @@ class Command(LightningCLI):
                     flush=True,
                 )
         elif not fits and self.subcommand not in LOOKING:
-            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
+            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as(self._runs)}")
         else:
             return
         try:
@@ -378,14 +379,29 @@ class Command(LightningCLI):
         """The checkpoint to go on from, its name in place of `last` and `auto`."""
         place = self._get(self.config, "checkpoint").get("dirpath")
         path = continuing.start(
-            self._get(self.config_init, "ckpt_path"),
-            Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs"),
-            Path(place) if place else None,
-            self.words if self.subcommand == "fit" else None,
+            continuing.Asked(
+                checkpoint=self._get(self.config_init, "ckpt_path"),
+                folder=self._runs,
+                beside=Path(place) if place else None,
+                configs=configs(self.words),
+                settings=self._settings,
+                words=self.words if self.subcommand == "fit" else None,
+            )
         )
         for config in (self.config, self.config_init):  # what is kept with the run, and what it is made of
             config[self.subcommand].ckpt_path = None if path is None else str(path)
         return path
+
+    @property
+    def _runs(self) -> Path:
+        """The folder of all runs."""
+        return Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs")
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What decides the weights, in plain values."""
+        parser, config = self._parser(self.subcommand), self.config[self.subcommand]
+        return continuing.decisive(json.loads(parser.dump(config, format="json", skip_validation=True)))
 
     def before_fit(self) -> None:
         self._check_average(self._get(self.config_init, "test_average"))
@@ -541,10 +557,14 @@ def wandb_logger(folder: Path, mode: str, name: str | None = None) -> Logger:
     return logger
 
 
+def configs(arguments: list[str]) -> list[Path]:
+    """The files of a command line."""
+    return [Path(value) for option, value in options(arguments[1:]) if option in CONFIG]
+
+
 def plugin_folders(arguments: list[str]) -> list[Path]:
     """Where a class that YAML names by its full path may lie: the current folder, and beside each config."""
-    configs = [value for option, value in options(arguments[1:]) if option in CONFIG]
-    return [Path.cwd(), *(Path(config).resolve().parent for config in configs)]
+    return [Path.cwd(), *(config.resolve().parent for config in configs(arguments))]
 
 
 def run(arguments: list[str], command: type[Command] = Command) -> int:
@@ -640,7 +660,8 @@ def refusal_of(error: BaseException) -> str | None:
         return f"the memory does not suffice, {one_line(error)}; a smaller model, or data.batch_tokens, would do"
     if isinstance(error, OSError) and error.errno in FULL:
         place = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as()}"
+        runs = Path(os.environ.get(RUN_FOLDER, "runs/none")).parent
+        return f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as(runs)}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename} cannot be used: {error.strerror}; what is in the run folder is kept"
     if isinstance(error, RuntimeError) and ranks.is_loss_of_another(error):
