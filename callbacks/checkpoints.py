@@ -42,13 +42,15 @@ class Checkpoints(ModelCheckpoint):
         self._update_of_last = 0
 
     def keep_state(self, trainer: pl.Trainer) -> str:
-        """Write the state as it is now, on all ranks together; the ones before step back by one. Where it is."""
+        """Write the state as it is now, on all ranks together; the ones of earlier updates step back by one. Where it
+        is."""
         place = self.last_model_path = f"{self.dirpath}/last.ckpt"
         here = "://" not in place
         new = f"{self.dirpath}/next.ckpt" if here else place
         trainer.save_checkpoint(new, weights_only=False)
         if here and trainer.is_global_zero:
-            self._step_back(Path(place))
+            if self._update_of_last != trainer.global_step:
+                self._step_back(Path(place))
             Path(new).replace(place)
         self._update_of_last = trainer.global_step
         return place
@@ -91,8 +93,10 @@ class Checkpoints(ModelCheckpoint):
             if younger != newest:
                 younger.replace(older)
                 continue
-            older.unlink(missing_ok=True)
+            between = older.with_name(f".{older.name}.copy")
+            between.unlink(missing_ok=True)  # of a process that was killed
             try:
-                os.link(younger, older)
+                os.link(younger, between)
             except OSError:  # a disk that knows no second names
-                shutil.copy2(younger, older)
+                shutil.copy2(younger, between)
+            between.replace(older)

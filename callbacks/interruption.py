@@ -33,8 +33,9 @@ class Interruption(pl.Callback):
     and queues the job again; the SIGTERM that SLURM sends after it changes nothing.
 
     Raises:
-        KeyboardInterrupt: after SIGINT.
-        SIGTERMException: after another signal, with the exit code 128 + its number.
+        KeyboardInterrupt: after SIGINT, in a run of one process.
+        SIGTERMException: after another signal, with the exit code 128 + its number; in all but the first of several
+            processes, which end as they all agreed to, with 0.
     """
 
     def __init__(self) -> None:
@@ -72,8 +73,9 @@ class Interruption(pl.Callback):
             self._end(trainer, received)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.received:  # after the last update: all is done and saved, but what would follow is not wanted
-            raise _ending(self.received)
+        # After the last update all is done and saved, but what would follow is not wanted.
+        if received := self._over_ranks(trainer):
+            raise _ending_together(trainer, received)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
@@ -113,7 +115,7 @@ class Interruption(pl.Callback):
             _say(f"ended after update {trainer.global_step:,}{saved}")
             if received == self._requeues:
                 _say(slurm.requeue())
-        raise _ending(received)
+        raise _ending_together(trainer, received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.received and self.received == self._requeues and number != signal.SIGINT:
@@ -135,3 +137,10 @@ def _say(words: str) -> None:
 
 def _ending(received: int) -> BaseException:
     return KeyboardInterrupt() if received == signal.SIGINT else SIGTERMException(128 + received)
+
+
+def _ending_together(trainer: pl.Trainer, received: int) -> BaseException:
+    """The first process has the exit code of the run; any other's, but 0, looks as if it had died."""
+    if trainer.world_size == 1:
+        return _ending(received)
+    return SIGTERMException(128 + received if trainer.is_global_zero else 0)

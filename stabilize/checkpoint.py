@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from stabilize.errors import UserError
 
 DECODER = "decoder_stabilizer"
 
+PARTIAL = f".{platform.node()}.partial"
+"""How the name of a file ends that is being written on this machine."""
+
 PARTS = {"task": dict, "tokenizer": bytes, "state_dict": dict}
 """What makes it a checkpoint of `TranslationTask`."""
+
+OPTIMIZER = "model.optimizer"
 
 ADVICE = "give the one it was made with"
 
@@ -41,7 +47,7 @@ class DurableFiles(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         place = Path(path)
-        partial = place.with_name(f".{place.name}.{os.getpid()}.partial")
+        partial = place.with_name(f".{place.name}.{os.getpid()}{PARTIAL}")
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with partial.open("wb") as file:
@@ -53,8 +59,9 @@ class DurableFiles(TorchCheckpointIO):
         except (OSError, RuntimeError) as error:
             behind = error.__context__ or error  # torch's own writer says RuntimeError where the disk is full
             said = getattr(behind, "strerror", None) or str(error).splitlines()[0]
+            advice = such_as(_runs(place))
             raise UserError(
-                f"the checkpoint {place} cannot be written: {said}; checkpoints of before are whole{such_as()}"
+                f"the checkpoint {place} cannot be written: {said}; checkpoints of before are whole{advice}"
             ) from error
         finally:
             with contextlib.suppress(OSError):
@@ -71,28 +78,23 @@ def _to_disk(folder: Path) -> None:
             os.close(directory)
 
 
-def newest(
-    folder: Path, beside: Path | None = None, runs: str = "*", of: Mapping[str, Any] | None = None
-) -> Path | None:
-    """The newest good checkpoint of the runs in `folder` from which training can go on.
+def newest(folders: Iterable[Path], fits: Callable[[dict[str, Any]], bool] = lambda saved: True) -> Path | None:
+    """The newest good checkpoint in some folders from which training can go on.
 
     Damaged ones are passed over with a warning.
 
     Args:
-        folder: of all runs.
-        beside: where checkpoints lie too.
-        runs: which of them, a pattern.
-        of: what the checkpoint has to say of its run; none: any.
+        folders: where checkpoints lie.
+        fits: whether a checkpoint will do.
     """
-    everything = [*folder.glob(f"{runs}/checkpoints/*.ckpt"), *(beside.glob("*.ckpt") if beside else ())]
+    everything = [path for folder in folders for path in folder.glob("*.ckpt")]
     for path in sorted(everything, key=_age):
-        try:
-            saved = read(path)
-        except UserError:
-            warnings.warn(f"{path} is damaged; the one before it is taken", stacklevel=2)
+        saved = _parts(path, checked=False)  # others' are not worth the time of a checksum
+        if saved is not None and not (is_whole_state(saved) and fits(saved)):
             continue
-        if is_whole_state(saved) and (of is None or of.items() <= saved.get("run", {}).items()):
+        if saved is not None and _parts(path) is not None:
             return path
+        warnings.warn(f"{path} is damaged; the one before it is taken", stacklevel=2)
     return None
 
 
@@ -119,23 +121,48 @@ def read(path: Path, key: str = "ckpt_path") -> dict[str, Any]:
         UserError: there is none, or it is damaged or something else.
     """
     if not path.is_file():
-        raise UserError(f"{key} is {path}, but there is no such file{such_as()}")
+        raise UserError(f"{key} is {path}, but there is no such file{such_as(_runs(path))}")
+    if (saved := _parts(path)) is None:
+        raise UserError(f"{key} is {path}, which is damaged or no checkpoint of stabilize{such_as(_runs(path))}")
+    return saved
+
+
+def _parts(path: Path, *, checked: bool = True) -> dict[str, Any] | None:
+    """What is in a checkpoint; none where it is damaged, or something else.
+
+    Without `checked` its tensors stay on the disk, and nobody looks whether they are damaged.
+    """
     try:
         with zipfile.ZipFile(path) as archive, warnings.catch_warnings(action="ignore"):
-            whole = archive.testzip() is None  # torch writes checksums, and does not look at them
-            saved = torch.load(path, map_location="cpu", weights_only=True) if whole else None
+            if checked and archive.testzip() is not None:  # torch writes checksums, and does not look at them
+                return None
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=not checked)
     except Exception:  # a damaged file may raise anything, one with code in it is refused by torch
-        saved = None
+        return None
     parts = saved if isinstance(saved, dict) else {}
-    if not all(isinstance(parts.get(name), kind) for name, kind in PARTS.items()):
-        raise UserError(f"{key} is {path}, which is damaged or no checkpoint of stabilize{such_as()}")
-    return parts
+    return parts if all(isinstance(parts.get(name), kind) for name, kind in PARTS.items()) else None
 
 
-def such_as() -> str:
-    """The newest checkpoint below ./runs, as an advice."""
-    found = min(Path("runs").glob("*/checkpoints/*.ckpt"), key=_age, default=None)
-    return f"; the newest is {found}" if found else "; a run has its own in runs/<run id>/checkpoints"
+def such_as(runs: Path = Path("runs")) -> str:
+    """The newest good checkpoint in a folder of runs, as an advice."""
+    with warnings.catch_warnings(action="ignore"):
+        found = newest(runs.glob("*/checkpoints"))
+    return f"; the newest is {found}" if found else f"; a run has its own in {runs}/<run id>/checkpoints"
+
+
+def _runs(path: Path) -> Path:
+    """The folder of runs to which a checkpoint belongs, as far as its path tells."""
+    return path.parents[2] if path.parent.name == "checkpoints" and len(path.parents) > 2 else Path("runs")
+
+
+def clear(folder: Path) -> None:
+    """Remove what a process that was killed has left half written, if it was one of this machine."""
+    for partial in folder.glob(f".*{PARTIAL}"):
+        with contextlib.suppress(OSError, ValueError):
+            try:
+                os.kill(int(partial.name.removesuffix(PARTIAL).rpartition(".")[2]), 0)  # no signal, a question
+            except ProcessLookupError:
+                partial.unlink()
 
 
 def check_model(saved: dict[str, Any], here: dict[str, Any]) -> None:
@@ -146,7 +173,7 @@ def check_model(saved: dict[str, Any], here: dict[str, Any]) -> None:
     """
     if saved.get(DECODER) != here[DECODER]:  # none is the encoder's
         saved, here = ({**spec, DECODER: spec.get(DECODER) or spec.get("stabilizer")} for spec in (saved, here))
-    unlike = _differences("model", _flat(saved), _flat(here))
+    unlike = differences(flat(saved, "model"), flat(here, "model"))
     if unlike:
         raise UserError(f"the checkpoint is of another model: {'; '.join(unlike)}; {ADVICE}")
 
@@ -162,27 +189,28 @@ def check_optimizer(saved: dict[str, Any], here: dict[str, Any]) -> None:
     Raises:
         UserError: another class, whose state is of no use here.
     """
-    before, now = _flat(saved, "optimizer"), _flat(here, "optimizer")
-    unlike = _differences("model", before, now)
-    if before["optimizer"] != now["optimizer"]:
+    before, now = flat(saved, OPTIMIZER), flat(here, OPTIMIZER)
+    unlike = differences(before, now)
+    if before[OPTIMIZER] != now[OPTIMIZER]:
         raise UserError(f"the checkpoint was written with another optimiser: {unlike[0]}; {ADVICE}")
     if unlike:
         warnings.warn(f"{'; '.join(unlike)}; a run that goes on keeps the checkpoint's", stacklevel=2)
 
 
-def _differences(group: str, saved: dict[str, Any], here: dict[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Where two `flat` settings differ, in words."""
     return [
-        f"{group}.{key} is {saved.get(key)} in the checkpoint and {here.get(key)} here"
+        f"{key} is {saved.get(key)} in the checkpoint and {here.get(key)} here"
         for key in {**saved, **here}
         if saved.get(key) != here.get(key)
     ]
 
 
-def _flat(spec: Any, prefix: str = "") -> dict[str, Any]:
+def flat(spec: Any, prefix: str = "") -> dict[str, Any]:
     """`{"placement": {"class_path": "a.B", "init_args": {"x": 1}}}` as `{"placement": "B", "placement.x": 1}`."""
     if not isinstance(spec, dict):
         return {prefix: spec}
     if "class_path" in spec:
         chosen = {prefix: spec["class_path"].rpartition(".")[2]}
-        return chosen | _flat(spec["init_args"], prefix)
-    return {k: v for name, value in spec.items() for k, v in _flat(value, f"{prefix}.{name}".lstrip(".")).items()}
+        return chosen | flat(spec.get("init_args", {}), prefix)
+    return {k: v for name, value in spec.items() for k, v in flat(value, f"{prefix}.{name}".lstrip(".")).items()}

@@ -19,6 +19,11 @@ def job() -> str | None:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID")
 
 
+def is_started_again() -> bool:
+    """Whether SLURM has started this job before."""
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+
+
 def requeue() -> str:
     """Ask SLURM to start this job again; what came of it, in words."""
     command = ["scontrol", "requeue", str(job())]

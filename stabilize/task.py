@@ -289,6 +289,8 @@ class TranslationTask(LightningModule):
         if self.trainer.is_global_zero:  # it is the sum of all ranks
             self._tally.take(self._since_log)
         self._since_log = [0.0, 0.0, 0.0]
+        if getattr(self.trainer.train_dataloader, "starts_over", False):
+            self._count_anew()
         if self._window_before is not None:
             self._enter(self._window_before)
             self._window_before = None
@@ -565,7 +567,6 @@ class TranslationTask(LightningModule):
         self._deal_out(checkpoint)
         if checkpoint["clipping"]["class"] == type(self.clipping).__name__:
             self.clipping.restore(checkpoint["clipping"]["state"])
-        self._tell_changes(checkpoint)
         # Lightning restores its counters to train on, not to evaluate; scores belong to the checkpoint's update too.
         self.trainer.fit_loop.epoch_loop._batches_that_stepped = checkpoint["global_step"]
 
@@ -582,6 +583,12 @@ class TranslationTask(LightningModule):
         if self.trainer.is_global_zero:  # the sums of all ranks are added up
             self._tally.enter(window["sums"])
 
+    def _count_anew(self) -> None:
+        """Let Lightning's counters begin the epoch again as the data does, which would else end as much sooner."""
+        current = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        counts = dataclasses.asdict(current)  # one that is not completed yet is counted after this
+        current.load_state_dict({name: count - current.ready for name, count in counts.items()})
+
     def _deal_out(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's counters of batches, each rank's own, count the same data over another number of ranks."""
         before, here = len(checkpoint.get("generators", [])), self.trainer.world_size
@@ -590,19 +597,6 @@ class TranslationTask(LightningModule):
         counters = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         for counts in (counters["total"], counters["current"]):
             counts |= {name: count * before // here for name, count in counts.items()}
-
-    def _tell_changes(self, checkpoint: dict[str, Any]) -> None:
-        """Warn of what is not the model's and may change, where training goes on."""
-        if self.trainer.state.fn != TrainerFn.FITTING:
-            return
-        for key, before, here in (
-            ("model.clipping", checkpoint["clipping"]["class"], type(self.clipping).__name__),
-            ("trainer.precision", checkpoint["precision"], self.precision),
-        ):
-            if before != here:
-                warnings.warn(
-                    f"{key} is {before} in the checkpoint and {here} here, with which it goes on", stacklevel=2
-                )
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from stabilize import checkpoint
+from stabilize.callbacks import Checkpoints
 from stabilize.checkpoint import DurableFiles, check_model
 from stabilize.errors import UserError
 from stabilize.strategies import PostNorm, PreNorm, Stabilizer
@@ -63,18 +67,73 @@ def test_a_byte_that_has_changed_is_seen(tmp_path: Path, share: float) -> None:
 
 
 def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
-    assert checkpoint.newest(tmp_path) is None
+    assert checkpoint.newest(tmp_path.glob("*/checkpoints")) is None
     places = [tmp_path / run / "checkpoints" / f"{name}.ckpt" for run in ("a", "b") for name in ("update_1", "last")]
     for age, place in enumerate(places):
         DurableFiles().save_checkpoint(SAVED, place)
         os.utime(place, (age, age))
-    assert checkpoint.newest(tmp_path) == places[-1]
+    assert checkpoint.newest(tmp_path.glob("*/checkpoints")) == places[-1]
     for damaged in (3, 2):
         places[damaged].write_bytes(places[damaged].read_bytes()[:-100])
         os.utime(places[damaged], (damaged, damaged))
     with pytest.warns(UserWarning, match="is damaged; the one before it is taken") as said:
-        assert checkpoint.newest(tmp_path) == places[1]
+        assert checkpoint.newest(tmp_path.glob("*/checkpoints")) == places[1]
     assert len(said) == 2
+
+
+def test_the_advice_is_a_good_checkpoint_of_the_same_runs(tmp_path: Path) -> None:
+    good, bad = (tmp_path / "elsewhere" / run / "checkpoints" / "last.ckpt" for run in ("a", "b"))
+    for age, place in enumerate((good, bad)):
+        DurableFiles().save_checkpoint(SAVED, place)
+        if place == bad:
+            bad.write_bytes(bad.read_bytes()[:-100])
+        os.utime(place, (age, age))
+    with pytest.raises(UserError, match=rf"{bad}, which is damaged .*; the newest is {good}$"):
+        checkpoint.read(bad)
+    good.unlink()
+    with pytest.raises(
+        UserError, match=rf"no such file; a run has its own in {tmp_path}/elsewhere/<run id>/checkpoints$"
+    ):
+        checkpoint.read(good)
+
+
+def test_what_a_killed_process_has_left_half_written_is_cleared(tmp_path: Path) -> None:
+    """But not what one that lives, or one of another machine, is writing."""
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    killed.kill()
+    killed.communicate()
+    names = [f".last.ckpt.{process}{checkpoint.PARTIAL}" for process in (killed.pid, os.getpid())]
+    for name in (*names, f".last.ckpt.{killed.pid}.another-machine.partial", "last.ckpt"):
+        (tmp_path / name).touch()
+    checkpoint.clear(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        names[1],
+        f".last.ckpt.{killed.pid}.another-machine.partial",
+        "last.ckpt",
+    }
+
+
+def test_the_state_before_is_whole_though_it_could_not_be_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that knows no second names, and is full."""
+    last, before = tmp_path / "last.ckpt", tmp_path / "last-1.ckpt"
+    last.write_text("the newest")
+    before.write_text("the one before")
+
+    def full(source: Path, copy: Path) -> None:
+        copy.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "link", lambda *_: os.chdir(tmp_path / "nowhere"))
+    monkeypatch.setattr(shutil, "copy2", full)
+    with pytest.raises(OSError, match="No space left"):
+        Checkpoints(dirpath=tmp_path)._step_back(last)
+    assert [path.read_text() for path in (last, before)] == ["the newest", "the one before"]
+    monkeypatch.undo()
+    Checkpoints(dirpath=tmp_path)._step_back(last)
+    assert [path.read_text() for path in (last, before)] == ["the newest"] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"last.ckpt", "last-1.ckpt"}
 
 
 def test_a_decoder_stabilizer_like_the_encoders_is_no_other_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from stabilize.callbacks import Checkpoints
+from stabilize.cli import main
 from stabilize.commands import ranks
 from stabilize.data.pairs import Pairs
 from stabilize.decoding import BeamSearch
@@ -132,35 +134,87 @@ def test_a_run_goes_on_with_other_ranks(
     assert curve(tmp_path, "train/loss") == pytest.approx(losses, rel=1e-5)
 
 
+TWO = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.accumulate_grad_batches=1"]
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """The command that trains with `CONFIG`, in a process of its own."""
+    (folder / "run.yaml").write_text(CONFIG)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "stabilize", "fit", "--config=run.yaml", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+
+def callback(kind: str, **arguments: Any) -> list[str]:
+    """Options that add one of the callbacks of `cues`."""
+    added = [f"--trainer.callbacks+=tests.commands.cues.{kind}"]
+    return added + [f"--trainer.callbacks.{key}={value}" for key, value in arguments.items()]
+
+
+STOPPED = [
+    '--trainer.callbacks+={"class_path": "tests.callbacks.poison.Poison", "init_args": {"updates": {"4": "nan"}}}',
+    "--spike_guard.policy=stop",
+    "--checkpoint.every=1",
+]
+ENDINGS = [
+    (["SIGTERM", 0], 143),
+    (["SIGTERM", 1], 143),
+    (["SIGINT", 0], 130),
+    (["SIGINT", 1], 130),
+    (STOPPED, 3),
+]
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), pytest.param("SIGINT", 130, marks=pytest.mark.soak)])
+def test_a_signal_to_one_ends_both(
+    name: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has none
+    Path("run.yaml").write_text(CONFIG)
+    words = [*TWO, "--trainer.strategy=ddp_fork", *callback("SendSignal", name=name, update=3, rank=1)]
+    assert main(["fit", "--config=run.yaml", *words]) == code
+    said = capfd.readouterr()
+    assert said.out.count("ended after update 3; it goes on with --ckpt_path runs/") == 1
+    assert "error" not in said.err
+    (last,) = tmp_path.glob("runs/*/checkpoints/last.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("ending", "code"), ENDINGS)
+def test_processes_end_together_with_the_code_of_the_first(ending: list[Any], code: int, tmp_path: Path) -> None:
+    """However long the first of them closes: a code of another would look like a death, which ends the first too."""
+    words = ending
+    if ending is not STOPPED:
+        words = callback("SendSignal", name=ending[0], update=3, rank=ending[1])
+    process = start(tmp_path, *TWO, *words, *callback("CloseLast"))
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == code, said
+    assert json.loads((tmp_path / "codes").read_text()) == [0]
+    assert said.count("ended after update 3; " if ending is not STOPPED else "stopped: update 4: ") == 1
+    assert ranks.LOST not in said
+    (last,) = tmp_path.glob("runs/*/checkpoints/last.ckpt")
+    assert torch.load(last, weights_only=True)["global_step"] == 3
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("when", ["backward", "validation_batch"])
 def test_a_rank_that_dies_ends_the_other(rank: int, when: str, tmp_path: Path) -> None:
     """Within seconds, with a sentence; the run then goes on with one process from its last state."""
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "stabilize", "fit", "--config=run.yaml"]
-    two = ["--trainer.devices=2", "--trainer.strategy=ddp", "--trainer.accumulate_grad_batches=1"]
-    die = ["--trainer.callbacks+=tests.commands.cues.Die", f"--trainer.callbacks.when={when}"]
-    die += ["--trainer.callbacks.number=8", f"--trainer.callbacks.rank={rank}"]
-    process = subprocess.Popen(
-        [*command, *two, *die],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    process = start(tmp_path, *TWO, *callback("Die", when=when, number=8, rank=rank))
     said, _ = process.communicate(timeout=600)  # whoever is left holds the pipe open
     seconds = time.time() - (tmp_path / "died").stat().st_mtime
     print(f"rank {rank} died in {when}: the other had ended after {seconds:.0f} s, exit code {process.returncode}")
     assert seconds < 60
     assert process.returncode == (-signal.SIGKILL if rank == 0 else 2)
     assert ranks.LOST in said
-    alone = subprocess.run(
-        [*command, "--ckpt_path=last"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert alone.returncode == 0, alone.stderr
+    alone = start(tmp_path, "--ckpt_path=last")
+    said, _ = alone.communicate(timeout=600)
+    assert alone.returncode == 0, said
     last = max(tmp_path.glob("runs/*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime_ns)
     assert torch.load(last, weights_only=True)["global_step"] == 100
 
@@ -169,7 +223,7 @@ def test_a_rank_does_not_outlive_the_process_that_started_it(tmp_path: Path) -> 
     """Though nothing tells it: a rank that waits for a GPU."""
     waits = (
         "import time; from stabilize.commands import ranks; ranks.LOOKED_FOR_EVERY = 0.01; "
-        "ranks.end_with_the_first(); print('waits', flush=True); time.sleep(600)"
+        "ranks.Watch().first(); print('waits', flush=True); time.sleep(600)"
     )
     first = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {waits!r}]).wait()"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -182,3 +236,27 @@ def test_a_rank_does_not_outlive_the_process_that_started_it(tmp_path: Path) -> 
     assert process.stdout.read() == f"error: {ranks.LOST}\n"  # and its end, for it holds the pipe open
     process.wait()
     process.stdout.close()
+
+
+WATCHES = """
+import subprocess, sys, time
+from stabilize.commands import ranks
+ranks.LOOKED_FOR_EVERY = ranks.TIME_TO_END = 0.01
+watch = ranks.Watch()
+ended, waits = (subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) for script in sys.argv[1:])
+watch.others([ended, waits])
+"""
+"""A first process that has started two others."""
+
+
+@pytest.mark.parametrize(
+    ("other", "then", "code"),
+    [("raise SystemExit(1)", "time.sleep(600)", 2), ("", "ended.wait(); waits.communicate(); watch.over()", 0)],
+)
+def test_the_first_process_ends_where_another_has_failed(other: str, then: str, code: int) -> None:
+    """And the others with it, but not where one is done sooner."""
+    command = [sys.executable, "-c", f"{WATCHES}{then}", other, "input()"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == code
+    assert (f"error: {ranks.LOST}" in ended.stderr) == (code == 2)

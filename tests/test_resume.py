@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,52 @@ def test_no_line_is_read_twice_and_none_left_out(tmp_path: Path, workers: int) -
         assert resumed.updates == whole.updates[stop:]
         assert_same(found, weights)
     assert len(stops) > 1
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_validation_after_each_epoch_changes_nothing(tmp_path: Path) -> None:
+    """The default schedule, stopped within an epoch, just before its end, and after the validation at its end."""
+    states = Checkpoints(every=1, keep_last=99, dirpath=tmp_path / "states")
+    validated = {"limit_val_batches": 1.0}
+    whole, weights = run(tmp_path / "whole", text(), states, **validated)
+    epoch = len(whole.updates) // 3
+    assert epoch > 2
+    saved = {torch.load(p, weights_only=True)["global_step"]: p for p in (tmp_path / "states").glob("last*.ckpt")}
+    assert {*saved} == {*range(1, 3 * epoch + 1)}
+    scores = curve(tmp_path / "whole", "val/nll")
+    assert [*scores] == [k * epoch - 1 for k in (1, 2, 3)]
+    for stop in (epoch - 1, epoch, epoch + 1):
+        resumed, found = run(tmp_path / f"{stop}", text(), **validated, ckpt_path=saved[stop])
+        assert resumed.updates == whole.updates[stop:]
+        assert_same(found, weights)
+        assert curve(tmp_path / f"{stop}", "val/nll") == {k: score for k, score in scores.items() if k >= stop}
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.parametrize(("saved_by", "other"), [("batch", "seed"), ("validation", "text")])
+def test_an_epoch_of_another_order_starts_again(tmp_path: Path, saved_by: str, other: str) -> None:
+    """All of it, and each line once."""
+    options: dict[str, Any] = {"logger": False}
+    states: ModelCheckpoint = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    if saved_by == "validation":
+        states = Checkpoints(every=0, keep_last=99, dirpath=tmp_path)
+        options |= {"val_check_interval": 4, "limit_val_batches": 1}
+    whole, _ = run(tmp_path, text(), states, **options)
+    epoch = len(whole.updates) // 3
+    assert epoch > 2
+    saved = {torch.load(path, weights_only=True)["global_step"]: path for path in tmp_path.glob("*.ckpt")}
+    data = text(seed=7)
+    if other == "text":
+        data = Sentences({"train": Pairs([*ENGLISH] * 4, [*GERMAN[1:], GERMAN[0]] * 4)}, batch_tokens=70)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        resumed, _ = run(tmp_path, data, **options, ckpt_path=saved[2])
+    (told,) = (str(warning.message) for warning in said if "the epoch starts again" in str(warning.message))
+    assert re.search(rf"another order \(.*{other} .* then and .* now\)", told)
+    epoch = len(resumed.updates) // 3
+    for k in range(3):
+        lines = sorted(line for update in resumed.updates[k * epoch : (k + 1) * epoch] for line in update[0])
+        assert lines == [*range(24)]
 
 
 def test_an_update_that_a_validation_has_cut_in_two(tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,39 +25,119 @@ CHECKPOINT = "STABILIZE_CHECKPOINT"
 """Environment variable by which the process that starts a run names the checkpoint that was found to the others."""
 
 NEWEST = ("last", "auto")
-"""In place of a path, the newest good checkpoint of all runs; where there is none, `auto` starts from nothing."""
+"""In place of a path, the newest good checkpoint of a run with these settings; where there is none, `auto` starts from
+nothing."""
+
+DECISIVE = ("seed_everything", "weights", "model", "data")
+"""The keys of a config that decide what a run's weights become; others, such as `trainer.max_steps`, may change where
+it goes on."""
+
+INDECISIVE = (
+    *(f"model.{key}" for key in ("search", "validation_search", "scores", "validation_scores", "bleu_tokenizer")),
+    *(f"model.{key}" for key in ("samples", "compile_layers", "checkpoint_layers")),
+    *(f"data.{key}" for key in ("test", "test_references", "evaluation_batch_tokens", "workers", "baselines", "cache")),
+)
+"""What may change below those."""
 
 
-def start(asked: str | None, folder: Path, beside: Path | None, words: Sequence[str] | None) -> Path | None:
+@dataclass(frozen=True)
+class Asked:
+    """What a command asks for.
+
+    Attributes:
+        checkpoint: a path, one of `NEWEST`, or none.
+        folder: of all runs.
+        beside: where checkpoints lie too.
+        configs: the files that it names; the config of a run asks for that run.
+        settings: as `decisive` has them.
+        words: the command line of a `fit`; none: another verb, which does not go on.
+    """
+
+    checkpoint: str | None
+    folder: Path
+    beside: Path | None
+    configs: Sequence[Path]
+    settings: Mapping[str, Any]
+    words: Sequence[str] | None
+
+    def folders(self, runs: str = "*") -> list[Path]:
+        """Where checkpoints of some of the runs lie."""
+        return [*self.folder.glob(f"{runs}/checkpoints"), *filter(None, [self.beside])]
+
+
+def decisive(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in a config that decide what a run's weights become, by key."""
+    chosen = checkpoint.flat({key: config.get(key) for key in DECISIVE})
+    return {key: value for key, value in chosen.items() if not f"{key}.".startswith(tuple(f"{k}." for k in INDECISIVE))}
+
+
+def start(asked: Asked) -> Path | None:
     """The checkpoint from which to go on, if any.
 
     A SLURM job that was started again goes on from where the same command ended in it, whatever it was asked first.
 
-    Args:
-        asked: a path, or one of `NEWEST`.
-        folder: of all runs.
-        beside: where checkpoints lie too.
-        words: the command line of a `fit`; none: another verb, which does not go on.
-
     Raises:
         UserError: `last` was asked for, and there is none.
     """
-    job = slurm.job() if words else None
     if CHECKPOINT in os.environ and rank_zero_only.rank > 0:  # type: ignore[attr-defined]
         return Path(known) if (known := os.environ[CHECKPOINT]) else None
-    path = None
-    if job:
-        path = checkpoint.newest(folder, beside, f"*_{of_job(job)}*", {"job": job, "words": words})
-    if path is None and asked in NEWEST:
-        path = checkpoint.newest(folder, beside)
-    elif path is None and asked is not None:
-        path = Path(asked)
+    path, given = _of_this_job(asked), asked.checkpoint
+    if path is None and given is not None:
+        path = _of_these_settings(asked) if given in NEWEST else Path(given)
     os.environ[CHECKPOINT] = str(path or "")
-    if path is None and asked == "last":
-        raise UserError(f"ckpt_path is last, but no run in {folder} has a checkpoint; auto would start from nothing")
-    if rank_zero_only.rank == 0 and (asked in NEWEST or path != (asked and Path(asked))):  # type: ignore[attr-defined]
-        print("a fresh start: there is no checkpoint yet" if path is None else f"goes on from {path}", flush=True)
+    if path is not None and asked.words is not None:
+        checkpoint.clear(path.parent)
+    if path is None and given == "last":
+        raise UserError(f"ckpt_path is last, but {_why_none(asked)}; auto would start from nothing")
+    if rank_zero_only.rank == 0 and (given in NEWEST or path != (given and Path(given))):  # type: ignore[attr-defined]
+        print(f"a fresh start: {_why_none(asked)}" if path is None else f"goes on from {path}", flush=True)
     return path
+
+
+def _of_this_job(asked: Asked) -> Path | None:
+    """Where the same command ended in a SLURM job that was started again."""
+    job = slurm.job()
+    if job is None or asked.words is None or not slurm.is_started_again():
+        return None
+
+    def fits(saved: State) -> bool:
+        run = _run(saved)
+        return (run.get("job"), run.get("words")) == (job, list(asked.words or ()))
+
+    return checkpoint.newest(asked.folders(f"*_{of_job(job)}*"), fits)
+
+
+def _of_these_settings(asked: Asked) -> Path | None:
+    """The newest state of the run whose config is named, else of any run with the same settings."""
+
+    def fits(saved: State, name: str | None = None) -> bool:
+        return name in (None, _run(saved).get("name")) and not _unlike(saved, asked)
+
+    for config in asked.configs:
+        folder = config.parent / "checkpoints"
+        if own := checkpoint.newest([folder]):
+            name = _run(checkpoint.read(own)).get("name")
+            if path := checkpoint.newest([*asked.folders(), folder], functools.partial(fits, name=name)):
+                return path
+    return checkpoint.newest(asked.folders(), fits)
+
+
+def _why_none(asked: Asked) -> str:
+    """What stands in the way of the newest checkpoint of all."""
+    newest = checkpoint.newest(asked.folders())
+    if newest is None:
+        return f"no run in {asked.folder} has a checkpoint"
+    first, *more = _unlike(checkpoint.read(newest), asked)
+    others = f" and {len(more)} more" if more else ""
+    return f"no run in {asked.folder} has these settings; in the newest, {newest}, {first}{others}"
+
+
+def _unlike(saved: State, asked: Asked) -> list[str]:
+    return checkpoint.differences(_run(saved).get("settings", {}), asked.settings)
+
+
+def _run(saved: State) -> State:
+    return saved.get("run", {})
 
 
 def of_job(job: str | None) -> str:
@@ -69,11 +152,13 @@ class Continuity(pl.Callback):
     Args:
         name: of the run, the same in all its folders.
         words: the command line.
+        settings: as `decisive` has them.
     """
 
-    def __init__(self, name: str, words: Sequence[str]) -> None:
+    def __init__(self, name: str, words: Sequence[str], settings: Mapping[str, Any]) -> None:
         self.name = name
         self.words = list(words)
+        self.settings = dict(settings)
         self._unheard: dict[str, float] = {}
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: State) -> None:
@@ -82,6 +167,8 @@ class Continuity(pl.Callback):
             "name": self.name,
             "job": slurm.job(),
             "words": self.words,
+            "settings": self.settings,
+            "found": _found(trainer),
             "diaries": [narrator.diary.state_dict() for narrator in narrators],
             "unheard": _unheard(trainer) if narrators else {},
         }
@@ -93,11 +180,37 @@ class Continuity(pl.Callback):
         self._unheard = run.get("unheard", {})
         for narrator, known in zip(_narrators(trainer), run.get("diaries", ()), strict=False):
             narrator.diary.load_state_dict(known)
+        if "settings" in run:
+            self._tell_changes(trainer, run)
+
+    def _tell_changes(self, trainer: pl.Trainer, run: State) -> None:
+        """Warn of what is not as it was, and yet no reason to refuse the checkpoint."""
+        saved, here = (
+            {key: value for key, value in settings.items() if not key.startswith(checkpoint.OPTIMIZER)}
+            for settings in (run["settings"] | run["found"], self.settings | _found(trainer))
+        )
+        if unlike := checkpoint.differences(saved, here):
+            warnings.warn(
+                f"{'; '.join(unlike)}; the run goes on with what is here, and with the checkpoint's tokenizer",
+                stacklevel=2,
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         numbers, self._unheard = self._unheard, {}
         for logger in trainer.loggers if numbers else ():
             logger.log_metrics(dict(numbers), step=trainer.global_step - 1)
+
+
+def _found(trainer: pl.Trainer) -> State:
+    """Settings that show when all is set up."""
+    text = getattr(trainer.datamodule, "account", {}).get("train", {}).get("sha256")
+    return {
+        "trainer.precision": str(trainer.precision),
+        "trainer.gradient_clip_val": trainer.gradient_clip_val,
+        "trainer.gradient_clip_algorithm": trainer.gradient_clip_algorithm and trainer.gradient_clip_algorithm.value,
+        "trainer.accumulate_grad_batches times processes": trainer.accumulate_grad_batches * trainer.world_size,
+        "the SHA-256 of the training text": text and text[:12],
+    }
 
 
 def _narrators(trainer: pl.Trainer) -> list[Narrator]:

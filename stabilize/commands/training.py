@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import inspect
+import json
 import logging
 import os
 import secrets
@@ -31,11 +32,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.callbacks import ProgressBar as BasicProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.strategies.launchers import subprocess_script as launching
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from torch import nn
-from torch.multiprocessing import ProcessRaisedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from stabilize import averaging, checkpoint, kernels, plugins, slurm
 from stabilize.callbacks import (
@@ -293,7 +295,7 @@ class Command(LightningCLI):
             self.save_config_callback = None
             return super().instantiate_trainer(logger=False)
         given = self._get(self.config_init, "trainer")
-        folder = run_folder(Path(given.get("default_root_dir") or "runs"))
+        folder = run_folder(self._runs)
         kwargs |= {"default_root_dir": str(folder)}
         name = self.goes_on_as or os.environ.get("WANDB_RUN_ID") or folder.name
         if given.get("logger") in (None, True) and not given.get("barebones"):
@@ -310,7 +312,7 @@ class Command(LightningCLI):
         if trainer.loggers:
             trainer.loggers = [*trainer.loggers, Narrator(folder, self.subcommand == "fit")]
         if not given.get("barebones"):
-            trainer.callbacks.insert(0, continuing.Continuity(name, self.words))
+            trainer.callbacks.insert(0, continuing.Continuity(name, self.words, self._settings))
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:
@@ -364,7 +366,7 @@ class Command(LightningCLI):
                     flush=True,
                 )
         elif not fits and self.subcommand not in LOOKING:
-            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as()}")
+            raise UserError(f"{self.subcommand} needs weights: --ckpt_path{checkpoint.such_as(self._runs)}")
         else:
             return
         try:
@@ -377,14 +379,29 @@ class Command(LightningCLI):
         """The checkpoint to go on from, its name in place of `last` and `auto`."""
         place = self._get(self.config, "checkpoint").get("dirpath")
         path = continuing.start(
-            self._get(self.config_init, "ckpt_path"),
-            Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs"),
-            Path(place) if place else None,
-            self.words if self.subcommand == "fit" else None,
+            continuing.Asked(
+                checkpoint=self._get(self.config_init, "ckpt_path"),
+                folder=self._runs,
+                beside=Path(place) if place else None,
+                configs=configs(self.words),
+                settings=self._settings,
+                words=self.words if self.subcommand == "fit" else None,
+            )
         )
         for config in (self.config, self.config_init):  # what is kept with the run, and what it is made of
             config[self.subcommand].ckpt_path = None if path is None else str(path)
         return path
+
+    @property
+    def _runs(self) -> Path:
+        """The folder of all runs."""
+        return Path(self._get(self.config_init, "trainer").get("default_root_dir") or "runs")
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What decides the weights, in plain values."""
+        parser, config = self._parser(self.subcommand), self.config[self.subcommand]
+        return continuing.decisive(json.loads(parser.dump(config, format="json", skip_validation=True)))
 
     def before_fit(self) -> None:
         self._check_average(self._get(self.config_init, "test_average"))
@@ -540,10 +557,14 @@ def wandb_logger(folder: Path, mode: str, name: str | None = None) -> Logger:
     return logger
 
 
+def configs(arguments: list[str]) -> list[Path]:
+    """The files of a command line."""
+    return [Path(value) for option, value in options(arguments[1:]) if option in CONFIG]
+
+
 def plugin_folders(arguments: list[str]) -> list[Path]:
     """Where a class that YAML names by its full path may lie: the current folder, and beside each config."""
-    configs = [value for option, value in options(arguments[1:]) if option in CONFIG]
-    return [Path.cwd(), *(Path(config).resolve().parent for config in configs)]
+    return [Path.cwd(), *(config.resolve().parent for config in configs(arguments))]
 
 
 def run(arguments: list[str], command: type[Command] = Command) -> int:
@@ -561,8 +582,6 @@ def run(arguments: list[str], command: type[Command] = Command) -> int:
         warnings.filterwarnings("ignore", message)
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.seed"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if rank_zero_only.rank > 0:  # type: ignore[attr-defined]
-        ranks.end_with_the_first()
     with no_folder_of_a_refusal():
         return carry_out(command, arguments)
 
@@ -572,8 +591,12 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
 
     Raises:
         UserError: what a library, the machine, a plug-in or another process of the run refused.
-        TrainingStoppedError: the spike guard of another process of the run ended it.
+        TrainingStoppedError: the spike guard ended the run; of several processes the first one says so.
     """
+    watch, is_first = ranks.Watch(), rank_zero_only.rank == 0  # type: ignore[attr-defined]
+    launching._launch_process_observer = watch.others
+    if not is_first:
+        watch.first()
     try:
         command(arguments)
     except SIGTERMException as end:
@@ -584,11 +607,18 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
             if name:
                 raise kind(told) from None
         raise
+    except ProcessExitedException as end:  # of ddp_spawn and ddp_fork: with a code, or by a signal that ends at once
+        if end.exit_code > 0:
+            return end.exit_code
+        raise UserError(ranks.LOST) from end
     except SystemExit as end:
         if isinstance(end.__context__, KeyboardInterrupt):  # how Lightning leaves after Ctrl-C
             raise KeyboardInterrupt from end
         raise
-    except (UserError, TrainingStoppedError):
+    except TrainingStoppedError:
+        if is_first:
+            raise
+    except UserError:
         raise
     except Exception as error:
         others = plugins.Modules(plugin_folders(arguments))
@@ -602,6 +632,7 @@ def carry_out(command: type[Command], arguments: list[str]) -> int:
             raise
         raise UserError(refusal) from error
     finally:
+        watch.over()
         if wandb.run is not None:
             wandb.finish()
     return 0
@@ -629,7 +660,8 @@ def refusal_of(error: BaseException) -> str | None:
         return f"the memory does not suffice, {one_line(error)}; a smaller model, or data.batch_tokens, would do"
     if isinstance(error, OSError) and error.errno in FULL:
         place = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as()}"
+        runs = Path(os.environ.get(RUN_FOLDER, "runs/none")).parent
+        return f"{error.strerror}{place}; checkpoints of before are whole{checkpoint.such_as(runs)}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename} cannot be used: {error.strerror}; what is in the run folder is kept"
     if isinstance(error, RuntimeError) and ranks.is_loss_of_another(error):

@@ -227,7 +227,8 @@ def translate(words: list[str]) -> int:
     if sys.stdin is None or sys.stdout is None:
         raise UserError("translate: standard input or output is closed; stabilize translate ... < in > out would do")
     device = device_of(chosen.device)
-    path = checkpoint.newest(Path("runs")) if chosen.checkpoint == "last" else Path(chosen.checkpoint)
+    runs = Path("runs").glob("*/checkpoints")
+    path = checkpoint.newest(runs) if chosen.checkpoint == "last" else Path(chosen.checkpoint)
     if path is None:
         raise UserError("checkpoint is last, but no run in runs has one")
 

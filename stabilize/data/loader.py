@@ -32,6 +32,8 @@ class BatchLoader:
         self._pairs = pairs
         self.batch_sampler = None  # Lightning looks whether there is one
         self._resumed = False
+        self.starts_over = False
+        """Whether a saved place in the middle of an epoch was of no use."""
         self._loader: DataLoader[Batch] = DataLoader(
             pairs,
             batch_size=None,  # the sampler gives whole batches
@@ -62,6 +64,7 @@ class BatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next pass at a saved place."""
         self.sampler.load_state_dict(state)
+        self.starts_over = state["position"] > 0 and self.sampler.position == 0
         self._resumed = True
 
 

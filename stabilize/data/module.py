@@ -308,6 +308,7 @@ class TranslationData(LightningDataModule, ABC):
             shuffle=shuffle,
             evaluation=split != "train",
             seed=self._seed,
+            text=self.account[split]["sha256"][:12],
             rank=self.trainer.global_rank if self.trainer else 0,
             world_size=self.trainer.world_size if self.trainer else 1,
         )

@@ -37,6 +37,7 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         shuffle: false: the longest batches come first, so that memory runs out at once or never.
         evaluation: whether batches may be empty rather than depend on the number of processes.
         seed: of the orders.
+        text: a word that changes with the rows.
         rank: which process this is.
         world_size: how many there are.
 
@@ -53,6 +54,7 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         shuffle: bool = True,
         evaluation: bool = False,
         seed: int = 0,
+        text: str = "",
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -69,6 +71,7 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
         self._cuts = _cut(np.maximum(source_lengths, target_lengths)[order], tokens)
         if not evaluation:
             self._cuts = _even(self._cuts, world_size)
+        self._made_of = {"batches": len(self._cuts) - 1, "tokens": tokens, "seed": seed, "text": text}
         self.epoch = 0
         self.position = 0
 
@@ -95,20 +98,30 @@ class TokenBatches(Sampler[NDArray[np.int64]]):
             self.epoch, self.position = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the data: epoch, and how many of its batches all processes together have used."""
-        return {"epoch": self.epoch, "position": self.position * self._world_size, "batches": len(self._cuts) - 1}
+        """The place in the data: epoch, how many of its batches all processes together have used, and what makes it
+        this order."""
+        return {"epoch": self.epoch, "position": self.position * self._world_size, **self._made_of}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to a saved place, of as many processes or of others; to the start of its epoch where the batches are not
-        the same ones any more."""
-        self.epoch, self.position = state["epoch"], state["position"] // self._world_size
-        if state["batches"] != len(self._cuts) - 1:
+        """Go to a saved place, of as many processes or of others; to the start of its epoch where that was another
+        order."""
+        self.epoch, used = state["epoch"], state["position"]
+        self.position = used // self._world_size
+        other = [key for key, value in self._made_of.items() if state.get(key, value) != value]
+        if used >= state["batches"]:
+            self.position = len(self)
+        elif other and used:
+            told = ", ".join(f"{key} {state[key]} then and {self._made_of[key]} now" for key in other)
             warnings.warn(
-                f"the checkpoint's epoch has {state['batches']} batches, this one {len(self._cuts) - 1} (other data, "
-                "batch size or number of processes): the epoch starts again",
-                stacklevel=2,
+                f"the checkpoint's place in the data is in another order ({told}): the epoch starts again", stacklevel=2
             )
             self.position = 0
+        elif twice := used % self._world_size:
+            warnings.warn(
+                f"{used} batches of the epoch were read, which {self._world_size} processes do not share evenly: the "
+                f"last {twice} are read twice",
+                stacklevel=2,
+            )
 
     def _order(self, generator: np.random.Generator | None) -> NDArray[np.int64]:
         """Rows sorted by length, equal ones as they come or at random.

@@ -15,20 +15,28 @@ import torch
 
 
 class SendSignal(pl.Callback):
-    """Sends `name` to this process at the start of an update, so many times, and of a test."""
+    """Sends `name` to this process, one of several, at the start of an update, so many times, and of a test."""
 
-    def __init__(self, name: str, update: int = 1, times: int = 1) -> None:
+    def __init__(self, name: str, update: int = 1, times: int = 1, rank: int = 0) -> None:
         self.number = signal.Signals[name]
-        self.update, self.times = update, times
+        self.update, self.times, self.rank = update, times, rank
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.update - 1:
+        if trainer.global_step == self.update - 1 and trainer.global_rank == self.rank:
             for _ in range(self.times):
                 os.kill(os.getpid(), self.number)
             self.times = 0
 
     def on_test_batch_start(self, *_: Any) -> None:
         os.kill(os.getpid(), self.number)
+
+
+class CloseLast(pl.Callback):
+    """Lets the first process close when all others have ended, and leaves their exit codes in `codes`."""
+
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            Path("codes").write_text(json.dumps([process.wait() for process in trainer.strategy.launcher.procs]))
 
 
 class Record(pl.Callback):

@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger
 
+from stabilize import checkpoint
 from stabilize.cli import main
 from tests.checkout import ROOT
 from tests.commands.test_training import TINY
-from tests.tasks import curve, rows
+from tests.tasks import ENGLISH, GERMAN, curve, rows
 
 VALIDATED = ["--trainer.val_check_interval=2", "--trainer.check_val_every_n_epoch=null"]
 
@@ -116,6 +118,110 @@ def test_going_on_and_fine_tuning_of_the_readme(here: Path, capsys: pytest.Captu
     assert state(newest)["global_step"] == 4
 
 
+def test_only_a_run_with_the_same_settings_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs of several seeds and strategies in one folder; what decides no weight may change."""
+    _, first = fit()
+    newest = f"{first}/checkpoints/last.ckpt"
+    for key, value in (("model.stabilizer.placement", "PreNorm"), ("seed_everything", "2")):
+        none = f"no run in runs has these settings; in the newest, {newest}, {key} is "
+        capsys.readouterr()
+        assert main(["fit", "--config=tiny.yaml", f"--{key}={value}", "--ckpt_path=last"]) == 2
+        assert f"error: ckpt_path is last, but {none}" in capsys.readouterr().err
+        code, other = fit(f"--{key}={value}", "--ckpt_path=auto")
+        assert code == 0
+        assert f"a fresh start: {none}" in capsys.readouterr().out
+        newest = f"{other}/checkpoints/last.ckpt"
+    assert state(other)["global_step"] == 2
+    half = first / "checkpoints" / f".last.ckpt.{2**22 + 1}{checkpoint.PARTIAL}"  # no process has such a number
+    half.touch()
+    code, resumed = fit("--trainer.max_steps=3", "--ckpt_path=auto", "--model.search.beam=2", "--data.workers=1")
+    assert code == 0
+    assert not half.exists()
+    assert f"goes on from {first}/checkpoints/last.ckpt" in capsys.readouterr().out
+    assert state(resumed)["run"]["name"] == first.name
+
+
+def test_the_config_of_a_run_goes_on_with_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or what went on from it, though another with the same settings is newer."""
+    _, first = fit()
+    _, other = fit()
+    for updates in (3, 4):
+        code, resumed = fit(f"--config={first}/config.yaml", "--ckpt_path=auto", f"--trainer.max_steps={updates}")
+        assert code == 0
+        assert state(resumed)["run"]["name"] == first.name
+        assert state(resumed)["global_step"] == updates
+    capsys.readouterr()
+    assert fit(f"--config={other}/config.yaml", "--ckpt_path=last", "--trainer.max_steps=5")[0] == 0
+    assert f"goes on from {other}/checkpoints/last.ckpt" in capsys.readouterr().out
+
+
+def told(*words: str) -> list[str]:
+    """The warnings of a run."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert main(["fit", "--config=tiny.yaml", *words]) == 0
+    return [str(warning.message) for warning in said]
+
+
+def test_what_is_not_as_it_was_is_told(here: Path) -> None:
+    """Key, then and now, in one sentence, where a checkpoint of other settings is named; nothing where none differs."""
+    clipped = ["--model.clipping=GlobalNorm", "--model.clipping.value"]
+    _, first = fit(*clipped, "1")
+    path = ["--trainer.max_steps=3", f"--ckpt_path={first}/checkpoints/last.ckpt"]
+    assert not [warning for warning in told(*clipped, "1", *path) if "in the checkpoint and" in warning]
+    words = [*clipped, "2", "--seed_everything=2", "--model.label_smoothing=0.2", "--data.sampling=0.1"]
+    (said,) = (
+        each for each in told(*words, "--trainer.accumulate_grad_batches=2", *path) if "the checkpoint and" in each
+    )
+    expected = {
+        "seed_everything": (1, 2),
+        "model.label_smoothing": (0.1, 0.2),
+        "model.clipping.value": (1.0, 2.0),
+        "data.sampling": (0.0, 0.1),
+        "trainer.accumulate_grad_batches times processes": (1, 2),
+    }
+    parts = [f"{key} is {then} in the checkpoint and {now} here" for key, (then, now) in expected.items()]
+    assert said == f"{'; '.join(parts)}; the run goes on with what is here, and with the checkpoint's tokenizer"
+
+
+CORPUS = """
+data:
+  class_path: ParallelText
+  init_args: {train: "train.{lang}", validation: "train.{lang}", test: "train.{lang}", vocabulary: 60, batch_tokens: 96}
+"""
+
+
+@pytest.mark.parametrize("process", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_the_vocabulary_belongs_to_the_checkpoint(process: bool, here: Path) -> None:
+    """The corpus has grown, and strings have other hashes (FIELD_REPORTS 5.10)."""
+    Path("corpus.yaml").write_text(CORPUS)
+    for language, lines in (("en", ENGLISH), ("de", GERMAN)):
+        Path(f"train.{language}").write_text("\n".join(lines * 9) + "\n")
+    _, first = fit("--config=corpus.yaml")
+    for language in ("en", "de"):
+        with Path(f"train.{language}").open("a") as file:
+            file.write("quite zany yaks vex jovial wizards\n" * 30)
+    words = ["--config=corpus.yaml", "--trainer.max_steps=4", "--ckpt_path=last", "--test_after_fit=true"]
+    if process:
+        command = [sys.executable, "-m", "stabilize", "fit", "--config=tiny.yaml", *words]
+        environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        said = ended.stderr
+    else:
+        said = "\n".join(told(*words))
+    resumed = max(Path("runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
+    assert state(resumed)["tokenizer"] == state(first)["tokenizer"]
+    accounts = [json.loads((run / "data.json").read_text()) for run in (first, resumed)]
+    assert accounts[0]["tokenizer"] == accounts[1]["tokenizer"]
+    hashes = " in the checkpoint and ".join(account["train"]["sha256"][:12] for account in accounts)
+    assert (
+        f"the SHA-256 of the training text is {hashes} here; the run goes on with what is here, and with the ch" in said
+    )
+    assert "the epoch starts again" in said
+    assert state(resumed)["global_step"] == 4
+
+
 def test_a_checkpoint_is_opened_where_nothing_else_is(here: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """In a fresh process, without text, config and command, with the sizes that the text had (FIELD_REPORTS 2.16)."""
     _, run = fit("--data.vocabulary=70")
@@ -139,14 +245,20 @@ def test_a_checkpoint_is_opened_where_nothing_else_is(here: Path, tmp_path_facto
 
 def test_all_that_counts_over_a_run_goes_on_in_another_folder(here: Path) -> None:
     """The best checkpoints, early stopping, the summary, the run in Weights & Biases; the last state is the last."""
-    words = ["--trainer.max_steps=8", "--model.optimizer.lr=0.5", *VALIDATED, "--checkpoint.save_top_k=2"]
+    words = [
+        "--trainer.max_steps=8",
+        "--model.optimizer.lr=0.5",
+        *VALIDATED,
+        "--checkpoint.save_top_k=2",
+        "--checkpoint.every=5",
+    ]
     words += ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=val/nll"]
     words += ["--trainer.callbacks.patience=9", "--spike_guard.every=1", "--gradient_ratio.every=2"]
     _, whole = fit(*words)
     _, first = fit(*words, cue("SendSignal", name="SIGTERM", update=5))
     code, resumed = fit(*words, "--ckpt_path=last")
     assert code == 0
-    assert state(first)["global_step"] == 5
+    assert [state(first, name)["global_step"] for name in ("last", "last-1")] == [5, 4]  # saved twice, kept once
     expected, found = state(whole), state(resumed)
     assert found["global_step"] == 8
     assert equal_weights(found, expected)
@@ -234,9 +346,14 @@ def test_a_slurm_job_is_queued_again_and_goes_on(
     assert (here / "asked").read_text() == "requeue 4711\n"
     assert "job 4711 is queued again" in capsys.readouterr().out
 
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     code, resumed = fit(*words)
     assert code == 0
     assert f"goes on from {first}/checkpoints/last.ckpt" in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert fit("--trainer.max_steps=2")[0] == 0
+    assert fit("--trainer.max_steps=2")[0] == 0
+    assert "goes on from" not in capsys.readouterr().out  # the same command twice in one script of the job
     code, other = fit(*words, "--seed_everything=2", "--trainer.max_steps=2")
     assert code == 0
     assert state(other)["global_step"] == 2
@@ -341,6 +458,7 @@ def test_a_slurm_job_in_a_process_of_its_own(here: Path) -> None:
     process.stdout.close()
     assert process.wait() == 128 + signal.SIGUSR1, said
     assert (here / "asked").read_text() == "requeue 4711\n"
+    environment |= {"SLURM_RESTART_COUNT": "1"}
     again = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
     assert "goes on from" in again.stdout

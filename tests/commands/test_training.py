@@ -738,6 +738,17 @@ def test_a_run_that_the_guard_stops_ends_with_three_and_a_sentence(
     assert main(["fit", "-c", str(folder / "config.yaml"), "--ckpt_path", str(last), "--trainer.max_steps=4"]) == 3
 
 
+def test_the_seed_decides_every_bit(here: Path) -> None:
+    """Of the weights, whatever the number of workers: with dropout and noise in the text."""
+    words = ["--model.dropout=0.1", "--model.optimizer.lr=0.01", "--data.sampling=0.1", "--trainer.max_steps=4"]
+    for other in ("--data.workers=0", "--data.workers=2", "--seed_everything=2"):
+        assert main(["fit", "--config=tiny.yaml", *words, other]) == 0
+    places = (run / "checkpoints" / "last.ckpt" for run in runs(here))
+    alone, helped, another = (torch.load(place, weights_only=True)["state_dict"] for place in places)
+    assert all(helped[key].equal(value) for key, value in alone.items())
+    assert not any(another[key].equal(value) for key, value in alone.items() if value.ndim > 1)
+
+
 SIGNALS = pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 
 

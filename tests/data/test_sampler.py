@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -125,14 +129,36 @@ def test_goes_on_where_it_was() -> None:
     resumed.set_epoch(2)
     assert [batch.tolist() for batch in resumed] == expected[5:]
     resumed.set_epoch(3)
-    assert resumed.state_dict() == {"epoch": 3, "position": 0, "batches": len(whole)}
+    place = {key: resumed.state_dict()[key] for key in ("epoch", "position", "batches")}
+    assert place == {"epoch": 3, "position": 0, "batches": len(whole)}
 
 
-def test_other_batches_start_the_epoch_again() -> None:
-    batches = sampler([(3, 3)] * 20, tokens=12)
-    with pytest.warns(UserWarning, match="epoch has 7 batches, this one 5"):
-        batches.load_state_dict({"epoch": 2, "position": 3, "batches": 7})
-    assert (batches.epoch, batches.position) == (2, 0)
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"tokens": 14}, "batches 7 then and 5 now, tokens 12 then and 14 now"),
+        ({"seed": 1}, "seed 0 then and 1 now"),
+        ({"text": "b"}, "text a then and b now"),
+    ],
+)
+def test_another_order_starts_the_epoch_again(other: dict[str, Any], told: str) -> None:
+    """But not what is at the beginning or the end of one."""
+    before = sampler([(3, 3)] * 27, tokens=12, text="a")
+    for position in (0, 3, 7):
+        before.epoch, before.position = 2, position
+        now = sampler([(3, 3)] * (20 if "tokens" in other else 27), **{"tokens": 12, "text": "a"} | other)
+        warns = pytest.warns(UserWarning, match=re.escape(f"({told}): the epoch starts again"))
+        with warns if position == 3 else contextlib.nullcontext():
+            now.load_state_dict(before.state_dict())
+        assert (now.epoch, now.position) == (2, len(now) if position == 7 else 0)
+
+
+def test_processes_that_do_not_share_evenly_say_what_is_read_twice() -> None:
+    before, now = (sampler([(3, 3)] * 24, tokens=12, world_size=size) for size in (1, 3))
+    before.position = 5
+    with pytest.warns(UserWarning, match="5 batches of the epoch were read, which 3 .*: the last 2 are read twice"):
+        now.load_state_dict(before.state_dict())
+    assert (now.epoch, now.position) == (0, 1)
 
 
 @given(lengths, st.integers(0, 3))
