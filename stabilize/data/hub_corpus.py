@@ -73,9 +73,9 @@ class HubCorpus(TranslationData):
         with file.open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 
-    def hashes(self, split: Split) -> dict[str, str]:
+    def hashes(self, split: Split) -> list[tuple[str, str]]:
         """The revision, and what is taken from it."""
-        return {self.path: f"{self.path} at {self.revision}: {self._taken(split)}"}
+        return [(self.path, f"{self.path} at {self.revision}: {self._taken(split)}")]
 
     def origin(self, split: Split) -> str:
         """The dataset, its revision, and what is taken from it."""

@@ -142,9 +142,9 @@ class TranslationData(LightningDataModule, ABC):
             UserError: the lines cannot be had.
         """
 
-    def hashes(self, split: Split) -> dict[str, str]:
-        """What a split is made of, by name, and for each a word that changes with its content."""
-        return {type(self).__name__: hash_of_rows(self.read(split))}
+    def hashes(self, split: Split) -> list[tuple[str, str]]:
+        """What a split is made of, in its order: names, and for each a word that changes with its content."""
+        return [(type(self).__name__, hash_of_rows(self.read(split)))]
 
     def origin(self, split: Split) -> str:
         """Where the lines of a split come from, in words for who wants to find them again."""
@@ -198,7 +198,7 @@ class TranslationData(LightningDataModule, ABC):
         """Of the training text, once the evaluation texts could be read."""
         if self._prepared is None:
             recipe = Recipe(self.policy, self._held_out, self.vocabulary, self.subwords, self.byte_fallback)
-            test, identity = self._brought("test"), [*self.hashes("train").values()]
+            test, identity = self._brought("test"), [content for _, content in self.hashes("train")]
             self._prepared = Preparation(self.cache, recipe, identity, lambda: self.read("train"), test)
         return self._prepared
 

@@ -59,9 +59,9 @@ class ParallelText(TranslationData):
         """
         return read_rows(self._files(split))
 
-    def hashes(self, split: Split) -> dict[str, str]:
-        """SHA-256 of each file."""
-        return {path: self.cache.hash_of(path) for files in self._files(split) for path in files}
+    def hashes(self, split: Split) -> list[tuple[str, str]]:
+        """SHA-256 of each file, as often as it is listed."""
+        return [(path, self.cache.hash_of(path)) for files in self._files(split) for path in files]
 
     def origin(self, split: Split) -> str:
         """The path patterns, and the languages in place of `{lang}`."""

@@ -154,8 +154,9 @@ def test_a_run_has_the_account_with_hashes(corpus: Path, monkeypatch: pytest.Mon
     account = json.loads((run / "data.json").read_text())
     assert set(account) == {"tokenizer", "train", "validation", "test"}
     assert account["train"]["rules"]["duplicate"] == {"pairs": 2, "first_line": 216, "done": "dropped"}
-    hashes = account["train"]["hashes"]
-    assert hashes["train.en"] == hashlib.sha256((corpus / "train.en").read_bytes()).hexdigest()
+    (name, english), _ = account["train"]["hashes"]
+    assert name == "train.en"
+    assert english == hashlib.sha256((corpus / "train.en").read_bytes()).hexdigest()
     assert len(account["train"]["sha256"]) == len(account["test"]["sha256"]) == 64
     assert account["tokenizer"]["hash"] == Tokenizer.load(run / "tokenizer.model").hash
 
