@@ -42,7 +42,8 @@ def set_files(name: str, source: str, target: str) -> tuple[str, ...]:
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(PATIENCE)
     try:
-        return (dataset.get_source_file(languages), *dataset.get_reference_files(languages))
+        # Of a set in XML, sacreBLEU's fields come out of a Python set, in each process in another order.
+        return (dataset.get_source_file(languages), *sorted(dataset.get_reference_files(languages)))
     except (Exception, SystemExit) as error:  # network, archive, XML; and SystemExit is how sacreBLEU refuses
         raise UserError(
             f"{PREFIX}{name}: {dataset._outdir} does not have it, and {', '.join(urls)} could not be fetched"

@@ -50,6 +50,19 @@ def test_a_set_with_two_references(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert sorted(batch.references) == [("kaksi", "toka"), ("yksi", "eka")]
 
 
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)])
+def test_references_have_an_order_though_sacrebleu_takes_them_from_a_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, order: slice
+) -> None:
+    """Its fields stand in another order in each process; the first reference is the one whose loss is measured."""
+    monkeypatch.setattr(DATASETS["wmt21/AC"], "fieldnames", lambda _: ["src", "ref:A", "ref:C"][order])
+    plant(monkeypatch, tmp_path, "wmt21/AC", "en-de", *[["one"], ["eins"], ["eine"]][order])
+    module = data(tmp_path, "sacrebleu:wmt21/AC")
+    module.setup("fit")
+    (batch,) = module.test_dataloader()
+    assert batch.references == (("eins", "eine"),)
+
+
 def test_further_references_in_files(tmp_path: Path) -> None:
     for name, text in {"en": "one\ntwo\n", "de": "eins\nzwei\n", "other": "a\nb\n", "short": "a\n"}.items():
         (tmp_path / f"test.{name}").write_text(text)
