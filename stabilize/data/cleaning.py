@@ -2,7 +2,8 @@
 
 Repairs change a line and lose nothing that can be seen. A training pair that is not UTF-8, blank or too long is
 dropped; pairs of the rules in `OPTIONAL` are counted, and dropped where `data.drop` names the rule. In evaluation
-nothing is dropped ever: repairs are for the model's eyes, references stay as they are.
+nothing is dropped ever: repairs are for the model's eyes, references stay as they are (`as_written`); only of those that
+were held out of training text entities are unescaped, where they are in training, as the model writes no others.
 """
 
 from __future__ import annotations
@@ -79,8 +80,13 @@ def clean(line: str, *, unescape: bool) -> tuple[str, int]:
         met |= bit if count else 0
     if _ENTITY.search(line):
         met |= BIT["escaped_entity"]
-        line = _ENTITY.sub(lambda found: _ENTITIES[found[0]], line) if unescape else line
+        line = unescaped(line) if unescape else line
     return line, met
+
+
+def unescaped(line: str) -> str:
+    """Moses' entities as the characters they stand for, each read once."""
+    return _ENTITY.sub(lambda found: _ENTITIES[found[0]], line)
 
 
 def as_written(line: str) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 from stabilize.data.account import summary, table
 from stabilize.data.baselines import TRAINING_PAIRS, nearest_neighbour, word_by_word
 from stabilize.data.cache import Cache
-from stabilize.data.cleaning import RULES, Droppable, Marks, Met, Policy, as_written
+from stabilize.data.cleaning import RULES, Droppable, Marks, Met, Policy, as_written, unescaped
 from stabilize.data.flat import Sentences
 from stabilize.data.loader import BatchLoader
 from stabilize.data.noise import Noise
@@ -52,7 +52,8 @@ class TranslationData(LightningDataModule, ABC):
         sampling: cut training text into other pieces in each epoch: the share of BPE's merges that are left out (0.1 is
             usual), or the exponent of unigram's probabilities (0.2 is usual); 0: always the best ones.
         unread: share of source tokens in training in whose place the unknown token stands.
-        unescape: read `&apos;` and its like, which Moses writes, as the characters they stand for.
+        unescape: read `&apos;` and its like, which Moses writes, as the characters they stand for, in references that
+            were held out of the training text too.
         drop: which training pairs are dropped and not only counted: copied (target is source), duplicate, in_test (a
             side is a line of the test text), length_ratio.
         maximum_ratio: of the tokens of the sides, beyond which a pair counts under length_ratio.
@@ -228,7 +229,10 @@ class TranslationData(LightningDataModule, ABC):
         numbers, met = marks.account()
         lengths = np.stack([source.lengths, target.lengths])
         marks.policy.by_length(met, numbers, lengths)
-        written = Pairs.of([as_written(line) for line in row] for row in text)
+        learnt = unescaped if held_out and self.policy.unescape else str  # how references were read in training
+        written = Pairs.of(
+            [as_written(line), *(as_written(learnt(other)) for other in references)] for line, *references in text
+        )
         self._splits[split] = TokenizedPairs(source, target, numbers, text=written)
         self._note(split, len(text), len(text), met, hash_of_rows(text), held_out=held_out)
         self.longest_line = max(self.longest_line, int(lengths.max()))
