@@ -2,8 +2,8 @@
 
 Repairs change a line and lose nothing that can be seen. A training pair that is not UTF-8, blank or too long is
 dropped; pairs of the rules in `OPTIONAL` are counted, and dropped where `data.drop` names the rule. In evaluation
-nothing is dropped ever: repairs are for the model's eyes, references stay as they are (`as_written`); only of those that
-were held out of training text entities are unescaped, where they are in training, as the model writes no others.
+nothing is dropped ever: repairs are for the model's eyes, references stay as they are (`as_written`). Only those that
+were held out of training text are unescaped where that is, for the model writes no entities then.
 """
 
 from __future__ import annotations

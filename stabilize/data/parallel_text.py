@@ -73,5 +73,5 @@ class ParallelText(TranslationData):
 
     def _matching(self, pattern: str) -> Sequence[tuple[str, ...]]:
         if pattern.startswith(PREFIX):
-            return [set_files(pattern.removeprefix(PREFIX), self.source, self.target)]
+            return [set_files(pattern.removeprefix(PREFIX), self.source, self.target, self.cache)]
         return file_pairs(pattern, self.source, self.target)
