@@ -151,6 +151,10 @@ class TranslationData(LightningDataModule, ABC):
         """Where the lines of a split come from, in words for who wants to find them again."""
         return type(self).__name__
 
+    def locate(self, split: Split, line: int) -> tuple[str | None, int]:
+        """Where a line of a split is found again: file, if that says anything, and line; lines count from 1."""
+        return None, line
+
     # ------------------------------------------------------------------ text to ids
 
     def setup(self, stage: str | None) -> None:
@@ -241,12 +245,17 @@ class TranslationData(LightningDataModule, ABC):
         self, split: Split, lines: int, pairs: int, met: dict[str, Met], sha256: str, *, held_out: int = 0
     ) -> None:
         whole: Split = "train" if held_out else split
+        before = len(self._preparation().text().source) if held_out else 0
+        rules: dict[str, Any] = {}
+        for rule in (rule for rule in RULES if rule in met):
+            file, line = self.locate(whole, before + met[rule].first_line)
+            rules[rule] = met[rule]._replace(first_line=line)._asdict() | ({"first_file": file} if file else {})
         self.account[split] = {
             "origin": f"the last {held_out:,} lines of {self.origin(whole)}" if held_out else self.origin(split),
             "hashes": self.hashes(whole),
             "lines": lines,
             "pairs": pairs,
-            "rules": {rule: met[rule]._asdict() for rule in RULES if rule in met},
+            "rules": rules,
             "sha256": sha256,
         }
 

@@ -85,8 +85,8 @@ def _unpack(dataset: Dataset, languages: str, archives: list[Path], folder: Path
     elsewhere = copy.copy(dataset)
     elsewhere._outdir, elsewhere._rawdir = str(folder), str(folder / "raw")
     (folder / "raw").mkdir(parents=True)
-    for archive, checksum in zip(archives, dataset.md5 or [None] * len(archives), strict=True):
-        if checksum and _md5(archive) != checksum:
+    for archive, checksum in zip(archives, dataset.md5 or (), strict=True):
+        if _md5(archive) != checksum:
             raise UserError(f"{archive} is damaged or came in half: remove the folder {dataset._outdir}, or {INSTEAD}")
         extract_tarball(shutil.copy(archive, elsewhere._rawdir), elsewhere._rawdir)
     elsewhere.process_to_text(languages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import tarfile
 from collections.abc import Sequence
@@ -98,6 +99,15 @@ def test_further_references_in_files(tmp_path: Path) -> None:
     assert sorted(batch.references) == [("eins", "a"), ("zwei", "b")]
     with pytest.raises(UserError, match=r"test\.en has 2 lines but .*test\.de has 2 lines but .*short has 1 lines"):
         data(tmp_path, f"{tmp_path}/test.{{lang}}", test_references=[f"{tmp_path}/test.short"]).setup("fit")  # type: ignore[arg-type]
+
+
+def test_references_of_several_files_are_refused_with_a_remedy(tmp_path: Path) -> None:
+    for name in ("test1.en", "test1.de", "test2.en", "test2.de", "other"):
+        (tmp_path / name).write_text("one\n")
+    for pattern, refused in (("test1*", False), ("test*", True)):
+        module = data(tmp_path, f"{tmp_path}/{pattern}.{{lang}}", test_references=[f"{tmp_path}/other"])  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=r"test\*\.{lang}, means 2: join") if refused else contextlib.nullcontext():
+            module.setup("test")
 
 
 def test_a_cache_that_was_cut_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

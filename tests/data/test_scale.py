@@ -15,7 +15,6 @@ import pytest
 
 from tests.checkout import ROOT
 
-
 PAIRS = {"few": 10_000, "many": 2_000_000}
 
 
@@ -36,9 +35,8 @@ def test_two_million_pairs(tmp_path: Path) -> None:
     alone = measured("sentencepiece", many)
     opened = {workers: measured("open", many, workers) for workers in (0, 1, 4)}
     opened_few = measured("open", few, 0)
-    print(
-        json.dumps({"prepared": prepared, "SentencePiece alone": alone, "opened": opened, "few": opened_few}, indent=2)
-    )
+    figures = {"prepared": prepared, "SentencePiece alone": alone, "opened": opened, "few opened": opened_few}
+    print(json.dumps(figures, indent=2))
     seconds = " + ".join(f"{step['seconds']:.0f}" for step in prepared.values())
     print(
         f"{PAIRS['many']:,} pairs: prepared in {seconds} seconds (text, tokenizer, ids),"
