@@ -12,6 +12,7 @@ import torch.distributed
 from torch import nn
 
 from stabilize.data.batch import Batch
+from stabilize.errors import UserError
 from stabilize.metrics import CorpusScore
 
 SAMPLES = 10
@@ -102,13 +103,16 @@ class Evaluation(nn.Module):
 
         Args:
             total: how many lines the text has, where that is known.
+
+        Raises:
+            UserError: two ranks have the same line.
         """
         scores = {name: float(score.compute()) for name, score in self.scores.items()}
         signatures = self.signatures()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             shares: list[Any] = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(shares, self.lines)
-            self.lines = {k: line for share in shares for k, line in share.items()}
+            self.lines = _together(shares)
         lines = dict(sorted(self.lines.items()))
         for score in self.scores.values():
             score.reset()
@@ -118,3 +122,16 @@ class Evaluation(nn.Module):
     def signatures(self, references: int | None = None) -> dict[str, str]:
         """sacreBLEU's line on how each score is computed, see `CorpusScore.signature`."""
         return {name: score.signature(references) for name, score in self.scores.items()}
+
+
+def _together(shares: Sequence[dict[int, Translation]]) -> dict[int, Translation]:
+    """The lines of all ranks, each of which has counted its own."""
+    lines: dict[int, Translation] = {}
+    for share in shares:
+        for twice in lines.keys() & share.keys():
+            raise UserError(
+                f"line {twice + 1:,} of the evaluation text came to two processes and would count twice: all have to"
+                " read the same files, and no sampler may repeat a line"
+            )
+        lines |= share
+    return lines

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from stabilize.commands.results import results
 from stabilize.data.batch import Batch
+from stabilize.data.module import Split
 from stabilize.data.pairs import Pairs
 from stabilize.decoding import BeamSearch, Hypothesis
 from stabilize.errors import UserError
@@ -258,6 +259,22 @@ def test_two_processes_score_what_one_does(tmp_path: Path) -> None:
         found.append((written(folder, "test.txt"), json.loads((folder / "translations" / "test.json").read_text())))
     assert found[0] == found[1]
     assert 0 < found[0][1]["scores"]["bleu"] < 100
+
+
+class Unlike(Sentences):
+    """The second process has the lines in another order, and so cuts other batches."""
+
+    def read(self, split: Split) -> Pairs:
+        text = super().read(split)
+        second = split == "test" and self.trainer is not None and self.trainer.global_rank
+        return Pairs(text.source[::-1], text.target[::-1]) if second else text
+
+
+def test_a_line_of_two_processes_is_refused(tmp_path: Path) -> None:
+    data = Unlike(evaluation_batch_tokens=1)
+    with pytest.raises(Exception, match=r"line \d of the evaluation text came to two processes and would count twice"):
+        score(tmp_path, small_task(search=Dictated()), data, devices=2, strategy="ddp_fork")
+    assert not (tmp_path / "translations").exists()
 
 
 def test_processes_without_a_batch_take_part_in_a_check_during_training(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -30,9 +31,14 @@ def table(account: Mapping[str, Any]) -> Table | None:
     for heading in ("", *splits, "in training"):
         shown.add_column(heading, no_wrap=True)
     for rule in met:
-        cells = [f"{one['pairs']:,} ({one['first_line']:,})" if (one := splits[s].get(rule)) else "" for s in splits]
+        cells = [_cell(rules[rule]) if rule in rules else "" for rules in splits.values()]
         shown.add_row(rule, *cells, splits.get("train", {}).get(rule, {}).get("done", ""))
     return shown
+
+
+def _cell(met: Mapping[str, Any]) -> str:
+    file = f"{Path(met['first_file']).name}:" if "first_file" in met else ""
+    return f"{met['pairs']:,} ({file}{met['first_line']:,})"
 
 
 def in_words(met: Mapping[str, Met]) -> str:

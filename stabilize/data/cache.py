@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import filelock
 
+from stabilize.data.files import read_lines
 from stabilize.errors import UserError
 
 FOLDER: Final = "STABILIZE_CACHE"
@@ -75,21 +76,38 @@ class Cache:
         Raises:
             UserError: it cannot be read.
         """
+
+        def find() -> str:
+            with open(file, "rb") as opened:
+                return hashlib.file_digest(opened, "sha256").hexdigest()
+
+        return self._known(file, "sha256", find)
+
+    def lines_of(self, file: str) -> int:
+        """Number of lines of a text file; one that has not changed since is not read again.
+
+        Raises:
+            UserError: see `stabilize.data.files.read_lines`.
+        """
+        return self._known(file, "lines", lambda: sum(1 for _ in read_lines(file)))
+
+    def _known(self, file: str, fact: str, find: Callable[[], Any]) -> Any:
         try:
             stat = os.stat(file)
             seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
             stamp = self.folder / "files" / f"{key(os.path.realpath(file))}.json"
             known = json.loads(stamp.read_text()) if stamp.exists() else {}
-            if known.get("seen") == seen:
-                return known["sha256"]
-            with open(file, "rb") as opened:
-                found = hashlib.file_digest(opened, "sha256").hexdigest()
+            if known.get("seen") != seen:
+                known = {"file": os.path.realpath(file), "seen": seen}
+            if fact in known:
+                return known[fact]
+            known[fact] = find()
         except OSError as error:
             raise UserError(f"{file}: {error.strerror}: give a text file, plain or gzip") from error
         if time.time() - max(stat.st_mtime, stat.st_ctime) > FRESH:
             with contextlib.suppress(OSError):  # then it is read again next time
-                write(stamp, {"file": os.path.realpath(file), "seen": seen, "sha256": found})
-        return found
+                write(stamp, known)
+        return known[fact]
 
 
 def key(facts: Any) -> str:

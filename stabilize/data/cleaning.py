@@ -2,7 +2,8 @@
 
 Repairs change a line and lose nothing that can be seen. A training pair that is not UTF-8, blank or too long is
 dropped; pairs of the rules in `OPTIONAL` are counted, and dropped where `data.drop` names the rule. In evaluation
-nothing is dropped ever: repairs are for the model's eyes, references stay as they are.
+nothing is dropped ever: repairs are for the model's eyes, references stay as they are (`as_written`). Only those that
+were held out of training text are unescaped where that is, for the model writes no entities then.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ RULES: Final = {
     "escaped_entity": "an entity that Moses writes, as &apos;",
     "invalid_utf8": "bytes that are not UTF-8",
     "blank": "nothing to be seen on a side: white space of any script, invisible characters",
-    "copied": "the target is the source",
+    "copied": "the target is the source, white space aside, as in the two rules below",
     "duplicate": "the pair has come before",
     "in_test": "source or target is a line of the test text",
     "too_long": "more tokens than maximum_length on a side",
@@ -79,8 +80,13 @@ def clean(line: str, *, unescape: bool) -> tuple[str, int]:
         met |= bit if count else 0
     if _ENTITY.search(line):
         met |= BIT["escaped_entity"]
-        line = _ENTITY.sub(lambda found: _ENTITIES[found[0]], line) if unescape else line
+        line = unescaped(line) if unescape else line
     return line, met
+
+
+def unescaped(line: str) -> str:
+    """Moses' entities as the characters they stand for, each read once."""
+    return _ENTITY.sub(lambda found: _ENTITIES[found[0]], line)
 
 
 def as_written(line: str) -> str:
@@ -91,6 +97,11 @@ def as_written(line: str) -> str:
 def is_blank(line: str) -> bool:
     """Whether there is nothing to be seen on a line."""
     return all(character in _FILLERS or unicodedata.category(character) in _INVISIBLE for character in line)
+
+
+def _words(text: str) -> str:
+    """What of a text is compared: one space for all white space, of which the tokenizer leaves no more either."""
+    return " ".join(text.split())
 
 
 class Met(NamedTuple):
@@ -161,20 +172,24 @@ class Marks:
     def add(self, rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
         """Take in some pairs; their sources and targets as the model reads them."""
         sources, targets = [], []
-        for raw_source, raw_target, *_ in rows:
+        for raw_source, raw_target, *references in rows:
             source, met = clean(raw_source, unescape=self.policy.unescape)
             target, met_too = clean(raw_target, unescape=self.policy.unescape)
             met |= met_too
             if is_blank(source) or is_blank(target):
                 met |= BIT["blank"]
-            if source == target:
+            if self.policy.evaluation:  # further references are scored, and not learnt
+                for line in references:
+                    met |= clean(line, unescape=False)[1] | (BIT["blank"] if is_blank(line) else 0)
+            words = _words(source), _words(target)
+            if words[0] == words[1]:
                 met |= BIT["copied"]
             sources.append(source)
             targets.append(target)
             self._bits.append(met)
             # Python's own, of 64 bits and never kept: that among ten million pairs two that differ have the same one
             # has a probability of one in 400,000.
-            self._hashes.extend((hash(source), hash(target), hash((source, target))))
+            self._hashes.extend((hash(words[0]), hash(words[1]), hash(words)))
         return sources, targets
 
     def account(self, test: Sequence[Iterable[str]] = ()) -> tuple[NDArray[np.int64], dict[str, Met]]:
@@ -185,7 +200,7 @@ class Marks:
         """
         bits, hashes = np.array(self._bits, np.uint16), np.asarray(self._hashes, np.int64).reshape(-1, 3)
         for column, sides in enumerate((test[:1], test[1:])):
-            known = [hash(clean(line, unescape=self.policy.unescape)[0]) for side in sides for line in side]
+            known = [hash(_words(clean(line, unescape=self.policy.unescape)[0])) for side in sides for line in side]
             bits[np.isin(hashes[:, column], np.array(known, np.int64))] |= BIT["in_test"]
         kept = np.ones(len(bits), bool)
         met: dict[str, Met] = {}

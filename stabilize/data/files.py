@@ -71,7 +71,10 @@ def read_rows(paths: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
             if None in row:
                 rest = [(line is not None) + sum(1 for _ in file) for line, file in zip(row, files, strict=True)]
                 counts = [f"{path} has {count + more:,} lines" for path, more in zip(group, rest, strict=True)]
-                raise UserError(f"{' but '.join(counts)}: line k of one must translate line k of the other")
+                raise UserError(
+                    f"{' but '.join(counts)}: line k of one must translate line k of the other; one may have been cut"
+                    " short: copy or download it again, or give files that belong together"
+                )
             count += 1
             yield row
         if not count:

@@ -18,7 +18,7 @@ from rich.console import Console
 from stabilize.data.account import summary, table
 from stabilize.data.baselines import TRAINING_PAIRS, nearest_neighbour, word_by_word
 from stabilize.data.cache import Cache
-from stabilize.data.cleaning import RULES, Droppable, Marks, Met, Policy, as_written
+from stabilize.data.cleaning import RULES, Droppable, Marks, Met, Policy, as_written, unescaped
 from stabilize.data.flat import Sentences
 from stabilize.data.loader import BatchLoader
 from stabilize.data.noise import Noise
@@ -52,7 +52,8 @@ class TranslationData(LightningDataModule, ABC):
         sampling: cut training text into other pieces in each epoch: the share of BPE's merges that are left out (0.1 is
             usual), or the exponent of unigram's probabilities (0.2 is usual); 0: always the best ones.
         unread: share of source tokens in training in whose place the unknown token stands.
-        unescape: read `&apos;` and its like, which Moses writes, as the characters they stand for.
+        unescape: read `&apos;` and its like, which Moses writes, as the characters they stand for, in references that
+            were held out of the training text too.
         drop: which training pairs are dropped and not only counted: copied (target is source), duplicate, in_test (a
             side is a line of the test text), length_ratio.
         maximum_ratio: of the tokens of the sides, beyond which a pair counts under length_ratio.
@@ -142,13 +143,17 @@ class TranslationData(LightningDataModule, ABC):
             UserError: the lines cannot be had.
         """
 
-    def hashes(self, split: Split) -> dict[str, str]:
-        """What a split is made of, by name, and for each a word that changes with its content."""
-        return {type(self).__name__: hash_of_rows(self.read(split))}
+    def hashes(self, split: Split) -> list[tuple[str, str]]:
+        """What a split is made of, in its order: names, and for each a word that changes with its content."""
+        return [(type(self).__name__, hash_of_rows(self.read(split)))]
 
     def origin(self, split: Split) -> str:
         """Where the lines of a split come from, in words for who wants to find them again."""
         return type(self).__name__
+
+    def locate(self, split: Split, line: int) -> tuple[str | None, int]:
+        """Where a line of a split is found again: file, if that says anything, and line; lines count from 1."""
+        return None, line
 
     # ------------------------------------------------------------------ text to ids
 
@@ -198,7 +203,7 @@ class TranslationData(LightningDataModule, ABC):
         """Of the training text, once the evaluation texts could be read."""
         if self._prepared is None:
             recipe = Recipe(self.policy, self._held_out, self.vocabulary, self.subwords, self.byte_fallback)
-            test, identity = self._brought("test"), [*self.hashes("train").values()]
+            test, identity = self._brought("test"), [content for _, content in self.hashes("train")]
             self._prepared = Preparation(self.cache, recipe, identity, lambda: self.read("train"), test)
         return self._prepared
 
@@ -228,7 +233,10 @@ class TranslationData(LightningDataModule, ABC):
         numbers, met = marks.account()
         lengths = np.stack([source.lengths, target.lengths])
         marks.policy.by_length(met, numbers, lengths)
-        written = Pairs.of([as_written(line) for line in row] for row in text)
+        learnt = unescaped if held_out and self.policy.unescape else str  # how references were read in training
+        written = Pairs.of(
+            [as_written(line), *(as_written(learnt(other)) for other in references)] for line, *references in text
+        )
         self._splits[split] = TokenizedPairs(source, target, numbers, text=written)
         self._note(split, len(text), len(text), met, hash_of_rows(text), held_out=held_out)
         self.longest_line = max(self.longest_line, int(lengths.max()))
@@ -237,12 +245,17 @@ class TranslationData(LightningDataModule, ABC):
         self, split: Split, lines: int, pairs: int, met: dict[str, Met], sha256: str, *, held_out: int = 0
     ) -> None:
         whole: Split = "train" if held_out else split
+        before = len(self._preparation().text().source) if held_out else 0
+        rules: dict[str, Any] = {}
+        for rule in (rule for rule in RULES if rule in met):
+            file, line = self.locate(whole, before + met[rule].first_line)
+            rules[rule] = met[rule]._replace(first_line=line)._asdict() | ({"first_file": file} if file else {})
         self.account[split] = {
             "origin": f"the last {held_out:,} lines of {self.origin(whole)}" if held_out else self.origin(split),
             "hashes": self.hashes(whole),
             "lines": lines,
             "pairs": pairs,
-            "rules": {rule: met[rule]._asdict() for rule in RULES if rule in met},
+            "rules": rules,
             "sha256": sha256,
         }
 

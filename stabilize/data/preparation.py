@@ -32,7 +32,7 @@ from stabilize.data.progress import progress
 from stabilize.data.tokenizer import TRAINING_LINES, Subwords, Tokenizer
 from stabilize.errors import UserError
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Another number where the same text and settings give other files than before."""
 
 CHUNK: Final = 20_000

@@ -54,12 +54,12 @@ class SyntheticCorpus(TranslationData):
             pairs.setdefault(*grammar.sentence(random))
         return Pairs(list(pairs)[before:], list(pairs.values())[before:])
 
-    def hashes(self, split: Split) -> dict[str, str]:
+    def hashes(self, split: Split) -> list[tuple[str, str]]:
         """The settings that the split depends on, and the generator's source."""
         generator = [
             hashlib.sha256(Path(str(module.__file__)).read_bytes()).hexdigest() for module in (grammar, lexicon)
         ]
-        return {"stabilize.data.grammar": f"{self.origin(split)}, {' '.join(generator)}"}
+        return [("stabilize.data.grammar", f"{self.origin(split)}, {' '.join(generator)}")]
 
     def origin(self, split: Split) -> str:
         """The seed of the generator, and the counts of lines that the split depends on."""

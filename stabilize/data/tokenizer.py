@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -20,6 +20,13 @@ Subwords = Literal["bpe", "unigram"]
 
 TRAINING_LINES: Final = 1_000_000
 """More lines than this change the pieces little and cost minutes."""
+
+PART: Final = 2**14
+"""Characters of a line that are learnt from in one go; of single words that are much longer, SentencePiece's unigram
+model cannot be learnt."""
+
+RESERVED: Final = "\N{LOWER FIVE EIGHTHS BLOCK}"
+"""What SentencePiece keeps for itself: it leaves out lines that have it, and reads it as the unknown token."""
 
 LINE_BREAKS: Final = str.maketrans("\n\r\0", "   ")
 """What a model can spell with pieces that are single bytes, and nobody can write into a line of a file."""
@@ -57,7 +64,7 @@ class Tokenizer:
         """Learn pieces; the same lines give the same bytes.
 
         Args:
-            lines: text of both languages, all of which is used.
+            lines: text of both languages, all of which is used but the character ▅, which stays unknown.
             vocabulary: number of pieces, special tokens included; a small corpus may give fewer.
             subwords: byte-pair encoding, or the unigram language model.
             byte_fallback: write characters that are rare in `lines` as UTF-8 bytes (256 pieces) instead of giving
@@ -70,7 +77,8 @@ class Tokenizer:
         count = itertools.count()
         try:
             sentencepiece.SentencePieceTrainer.Train(
-                sentence_iterator=(line for line, _ in zip(lines, count, strict=False)),
+                sentence_iterator=_parts(line for line, _ in zip(lines, count, strict=False)),
+                max_sentence_length=4 * PART,  # in bytes; longer ones would be left out without a word
                 model_writer=model,
                 model_type=subwords,
                 vocab_size=vocabulary,
@@ -154,3 +162,10 @@ class Tokenizer:
     def hash(self) -> str:
         """Short fingerprint of the model: equal hashes mean equal ids."""
         return hashlib.sha256(self.model).hexdigest()[:16]
+
+
+def _parts(lines: Iterable[str]) -> Iterator[str]:
+    """Lines as SentencePiece takes them: none too long, and none with the character that it keeps for itself."""
+    for line in lines:
+        for start in range(0, len(line), PART):
+            yield line[start : start + PART].replace(RESERVED, " ")

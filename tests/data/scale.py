@@ -1,6 +1,6 @@
 """One step of the measurement in test_scale.py, in a process of its own: python -m tests.data.scale STEP FOLDER …
 
-It prints what it measured as JSON; seconds are those of the process, on a machine that others use too.
+It prints what it measured as JSON; seconds are those of a clock on the wall.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def prepare(folder: Path, step: str) -> dict[str, Any]:
     data = corpus(folder)
     preparation = data._preparation()
     tokenizer = preparation.tokenizer() if step == "ids" else None
-    before, peak, start = own(), Peak(), time.process_time()
+    before, peak, start = own(), Peak(), time.perf_counter()
     if step == "text":
         preparation.text()
     elif step == "tokenizer":
@@ -90,7 +90,7 @@ def prepare(folder: Path, step: str) -> dict[str, Any]:
     else:
         assert tokenizer is not None
         preparation.ids(tokenizer)
-    seconds = time.process_time() - start
+    seconds = time.perf_counter() - start
     peak.over.set()
     return {"seconds": seconds, "peak": peak.most, "before": before, "with files": maximum()}
 
@@ -106,21 +106,21 @@ def sentencepiece(folder: Path) -> dict[str, Any]:
     tokenizer, seconds = preparation.tokenizer(), 0.0
     for _, *sides in preparation.text().chunks():
         for lines in sides:
-            start = time.process_time()
+            start = time.perf_counter()
             tokenizer._pieces.Encode(lines, num_threads=threads())
-            seconds += time.process_time() - start
+            seconds += time.perf_counter() - start
     return {"seconds": seconds}
 
 
 def opened(folder: Path, workers: int) -> dict[str, Any]:
     """Opening, the first batch, and after two passes the resident memory of this process and its workers."""
     data = corpus(folder, workers)
-    start = time.process_time()
+    start = time.perf_counter()
     data.setup("fit")
-    ready = time.process_time()
+    ready = time.perf_counter()
     loader = data.train_dataloader()
     next(iter(loader))
-    first = time.process_time()
+    first = time.perf_counter()
     most = 0.0
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
@@ -132,7 +132,7 @@ def opened(folder: Path, workers: int) -> dict[str, Any]:
         "first batch": first - ready,
         "resident": most,
         "batches": len(loader),
-        "passes": time.process_time() - first,
+        "passes": time.perf_counter() - first,
     }
 
 

@@ -45,6 +45,9 @@ PLANTED = [
     (b"something else", TEST[7][1], {"in_test"}),
     (b"too long " * 90, b"zu lang", {"too_long"}),
     (b"a b c d e f g h i j k l m n o p q r s", b"z", {"length_ratio"}),
+    (b" Copied  1985", b"Copied 1985 ", {"copied"}),
+    (CLEAN[5][0].replace(b" ", b"  "), CLEAN[5][1] + b" ", {"duplicate"}),
+    (b"another thing", b" " + TEST[8][1].replace(b" ", "\u00a0".encode()), {"in_test"}),
 ]
 DROPPED_ALWAYS = {"invalid_utf8", "blank", "too_long"}
 REPAIRED = {"byte_order_mark", "windows_line_end", "carriage_return", "line_separator", "control_character"}
@@ -97,6 +100,34 @@ def test_each_planted_fault_is_counted_under_its_reason(corpus: Path, drop: tupl
     assert account["pairs"] == len(CLEAN) + len(left)
     lines = [int(line) for batch in module.train_dataloader() for line in batch.index]
     assert sorted(lines) == [*range(len(CLEAN)), *left]
+
+
+def test_the_first_fault_is_found_again_in_its_file(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of several files, and of lines that were held out."""
+    for number, at in ((1, 0), (2, 150), (3, 180)):
+        write(corpus, f"part-{number}", [*CLEAN[at : at + 20], (b"", b"nichts"), (b"caf\xe9", b"Kaffee")])
+    module = ready(corpus, train=[f"{corpus}/part-{number}.{{lang}}" for number in (2, 3, 1)], drop=["duplicate"])
+    assert module.account["train"]["rules"]["blank"]["first_file"] == f"{corpus}/part-2.en"
+    assert "first_file" not in module.account["test"]["rules"]["blank"]
+    held_out = ready(corpus, train=f"{corpus}/part-*.{{lang}}", validation=None, validation_pairs=21)
+    for account in (module.account["train"], held_out.account["validation"]):
+        for rule, wanted in (("blank", b""), ("invalid_utf8", b"caf\xe9")):
+            found = account["rules"][rule]
+            assert Path(found["first_file"]).read_bytes().split(b"\n")[found["first_line"] - 1] == wanted
+    assert held_out.account["validation"]["rules"]["blank"]["first_file"] == f"{corpus}/part-3.en"
+    assert "(part-2.en:21)" in capsys.readouterr().out
+
+
+def test_further_references_are_looked_at_too(corpus: Path) -> None:
+    """They are scored: one that is blank or no text costs points."""
+    other = [b"eine", b"", b"caf\xe9", *[b"noch eine"] * (len(TEST) - 3)]
+    write(corpus, "other", [(line, line) for line in other])
+    write(corpus, "test", TEST)
+    rules = ready(corpus, test_references=[f"{corpus}/other.en"]).account["test"]["rules"]
+    assert {rule: met["first_line"] for rule, met in rules.items() if rule != "length_ratio"} == {
+        "blank": 2,
+        "invalid_utf8": 3,
+    }
 
 
 def test_what_is_left_is_read_clean(corpus: Path) -> None:
@@ -153,9 +184,10 @@ def test_a_run_has_the_account_with_hashes(corpus: Path, monkeypatch: pytest.Mon
     (run,) = (corpus / "runs").iterdir()
     account = json.loads((run / "data.json").read_text())
     assert set(account) == {"tokenizer", "train", "validation", "test"}
-    assert account["train"]["rules"]["duplicate"] == {"pairs": 2, "first_line": 216, "done": "dropped"}
-    hashes = account["train"]["hashes"]
-    assert hashes["train.en"] == hashlib.sha256((corpus / "train.en").read_bytes()).hexdigest()
+    assert account["train"]["rules"]["duplicate"] == {"pairs": 3, "first_line": 216, "done": "dropped"}
+    (name, english), _ = account["train"]["hashes"]
+    assert name == "train.en"
+    assert english == hashlib.sha256((corpus / "train.en").read_bytes()).hexdigest()
     assert len(account["train"]["sha256"]) == len(account["test"]["sha256"]) == 64
     assert account["tokenizer"]["hash"] == Tokenizer.load(run / "tokenizer.model").hash
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import sys
@@ -17,6 +18,7 @@ from stabilize.data import HubCorpus
 from stabilize.errors import UserError
 from tests.checkout import ROOT
 
+COMMIT = "b199e406369ec1b7634206d3ded5ba45de2fe696"
 ROWS = {
     "train": [{"translation": {"en": f"line {k} in English", "de": f"Zeile {k} auf Deutsch"}} for k in range(50)],
     "validation": [{"translation": {"en": "two\nlines", "de": "zwei Zeilen"}}, {"translation": {"en": "", "de": "x"}}],
@@ -62,19 +64,20 @@ class Hub(ModuleType):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
     hub = Hub()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(sys.modules, "datasets", hub)
     return hub
 
 
 def corpus(folder: Path, **options: Any) -> HubCorpus:
-    settings = {"path": "wmt/wmt14", "name": "de-en", "revision": "b199e40", "vocabulary": 60, "cache": str(folder)}
+    settings = {"path": "wmt/wmt14", "name": "de-en", "revision": COMMIT, "vocabulary": 60, "cache": str(folder)}
     return HubCorpus(**(settings | options))
 
 
 def test_a_pinned_revision_is_fetched_once(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = corpus(tmp_path)
     module.setup("fit")
-    assert hub.asked == [("wmt/wmt14", "de-en", "b199e40")] * 2
+    assert hub.asked == [("wmt/wmt14", "de-en", COMMIT)] * 2
     assert {split: module.account[split]["pairs"] for split in ("train", "validation")} == {
         "train": 50,
         "validation": 2,
@@ -82,7 +85,7 @@ def test_a_pinned_revision_is_fetched_once(hub: Hub, tmp_path: Path, monkeypatch
     assert not module.has("test")
     (batch,) = module.val_dataloader()
     assert sorted(batch.source_text) == ["", "two lines"], "a line of evaluation text is a line of the output"
-    assert module.account["train"]["origin"] == "wmt/wmt14 of the Hugging Face hub at b199e40: de-en train, en to de"
+    assert module.account["train"]["origin"] == f"wmt/wmt14 of the Hugging Face hub at {COMMIT}: de-en train, en to de"
     monkeypatch.setitem(sys.modules, "datasets", None)
     again = corpus(tmp_path)
     again.setup("fit")
@@ -114,10 +117,45 @@ def test_a_hub_that_cannot_be_reached(hub: Hub, tmp_path: Path, monkeypatch: pyt
     with pytest.raises(UserError) as error:
         corpus(tmp_path).setup("fit")
     assert str(error.value).startswith(
-        "wmt/wmt14 at b199e40 could not be fetched from the Hugging Face hub (ConnectionError: Couldn't reach"
+        f"wmt/wmt14 could not be fetched from the Hugging Face hub at {COMMIT} (ConnectionError: Couldn't reach"
         " 'wmt/wmt14' on the Hub): local files would do: --data ParallelText --data.train corpus/train.{lang}"
     )
     assert not [*tmp_path.glob("hub/*.jsonl")]
+
+
+def test_a_hub_that_is_silent(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_server: str) -> None:
+    """The client, which would ask again and again, is not even called (FIELD_REPORTS 4.7)."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setenv("HF_ENDPOINT", silent_server)
+    with pytest.raises(UserError, match=r"TimeoutError: no answer in .* seconds\): local files would do"):
+        corpus(tmp_path).setup("fit")
+    assert not hub.asked
+
+
+@pytest.mark.parametrize("revision", [None, "main", COMMIT[:7]])
+def test_what_moves_is_refused(tmp_path: Path, revision: str | None) -> None:
+    with pytest.raises(UserError, match=r"data\.revision is (not given|main|b199e40), but wmt/wmt14 is no folder here"):
+        corpus(tmp_path, revision=revision)
+
+
+def test_a_folder_whose_content_changes_is_read_again(hub: Hub, tmp_path: Path) -> None:
+    """And data.json has the checksum of the lines that were read."""
+    folder = tmp_path / "dataset"
+    (folder / ".cache").mkdir(parents=True)
+    found = []
+    for word in ("one", "two", "two"):
+        hub.rows["train"] = [{"translation": {"en": f"{word} {k}", "de": f"Zeile {k}"}} for k in range(9)]
+        (folder / "train.jsonl").write_text(word)
+        (folder / ".cache" / "used").write_text(str(len(found)))
+        module = corpus(tmp_path / "cache", path=str(folder), name=None, revision=None)
+        module.setup("fit")
+        found.append(module.account["train"])
+        rows = [[*row["translation"].values()] for row in hub.rows["train"]]
+        lines = "".join(f"{json.dumps(row)}\n" for row in rows)
+        assert found[-1]["hashes"] == [(f"{folder}: train, en to de", hashlib.sha256(lines.encode()).hexdigest())]
+        assert [*module.read("train")] == rows
+    assert found[1] == found[2]
+    assert len(hub.asked) == 2 * 2
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,5 +188,5 @@ def test_the_client_itself_on_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     module = corpus(tmp_path / "cache", path=str(folder), name=None, revision=None, train_pairs=20)
     module.setup("fit")
     assert [module.account[split]["pairs"] for split in ("train", "validation")] == [20, 2]
-    with pytest.raises(UserError, match=r"wmt/wmt14 at b199e40 could not be fetched.*local files would do"):
+    with pytest.raises(UserError, match=r"wmt/wmt14 could not be fetched.*local files would do"):
         corpus(tmp_path / "cache").setup("fit")

@@ -113,6 +113,21 @@ def test_blank_pairs_are_dropped_together_and_counted(corpus: Path, capsys: pyte
     assert re.search(r"blank +3 \(4\) +dropped", said)
 
 
+@pytest.mark.parametrize("unescape", [False, True])
+def test_references_that_were_training_text_are_written_as_the_model_writes(corpus: Path, unescape: bool) -> None:
+    """With entities as characters, where it has learnt these; a text of its own is scored as it stands."""
+    raw, read = "das ist &apos;s &amp;quot;", "das ist 's &quot;"
+    write(corpus, "train", ENGLISH, [*GERMAN[:-4], *[raw] * 4])
+    write(corpus, "test", ENGLISH[:4], [raw] * 4)
+    module = ready(corpus, validation=None, validation_pairs=2, unescape=unescape)
+    for loader, expected in ((module.val_dataloader(), read if unescape else raw), (module.test_dataloader(), raw)):
+        (batch,) = loader
+        assert {*batch.references} == {(expected,)}
+    (held_out,) = module.val_dataloader()
+    echo = {module.tokenizer.decode(ids) for ids in held_out.target.tolist()}
+    assert echo == {read if unescape else raw}, "a model that knows them all scores 100"
+
+
 def test_evaluation_keeps_blank_lines(corpus: Path) -> None:
     write(corpus, "test", ["", "a line", "", "a line", ""], ["", "eine Zeile", "", "", "eine Zeile"])
     (batch,) = ready(corpus).test_dataloader()

@@ -152,6 +152,20 @@ def test_other_text_or_other_rules_are_prepared_anew(corpus: Path) -> None:
     assert ready(corpus).account["train"]["lines"] == 83
 
 
+def test_a_file_listed_twice_is_read_twice(corpus: Path) -> None:
+    """In one cache with the text that has it once, whichever is prepared first."""
+    once, twice = (
+        {"train": [f"{corpus}/{name}.{{lang}}" for name in names], "test": None}
+        for names in (("train", "test"), ("train", "train", "test"))
+    )
+    for cache, order in (("cache", (once, twice)), ("other", (twice, once))):
+        found = [ready(corpus, cache, **options).account["train"]["lines"] for options in order]
+        assert sorted(found) == [90 + 5 - 8, 90 + 90 + 5 - 8]
+        assert (found[0] < found[1]) == (order[0] is once)
+    account = ready(corpus, **twice).account["train"]
+    assert [Path(path).name for path, _ in account["hashes"]] == ["train.en", "train.de"] * 2 + ["test.en", "test.de"]
+
+
 def test_the_last_lines_are_held_out_where_there_is_no_validation_text(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from stabilize.data import Tokenizer
 from stabilize.data.grammar import sentence
+from stabilize.data.tokenizer import Subwords
 from stabilize.errors import UserError
 from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
@@ -45,6 +46,18 @@ def test_text_is_not_normalised() -> None:
     text = "Über 5 m² … „ﬁn“ ½ ™"
     tokenizer = Tokenizer.train([text] * 3, vocabulary=60)
     assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("subwords", ["bpe", "unigram"])
+@pytest.mark.parametrize(
+    "line",
+    ["long " * 1000 + "Ж", "x" * 70_000 + "Ж" + "x" * 20_000, "a bar ▅ Ж", "a tab\tЖ", "<unk> Ж", "a▁Ж"],
+    ids=len,
+)
+def test_every_line_is_learnt_from(line: str, subwords: Subwords) -> None:
+    """SentencePiece itself leaves out lines of more than 4,192 bytes or with ▅, and says nothing."""
+    tokenizer = Tokenizer.train([*LINES[:200], line], vocabulary=200, subwords=subwords)
+    assert UNKNOWN not in tokenizer.encode("Ж")
 
 
 def test_special_ids(tokenizer: Tokenizer) -> None:

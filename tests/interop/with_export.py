@@ -297,8 +297,8 @@ def test_multi30k_in_ctranslate2(tmp_path: Path, shared_data: Path) -> None:
     print(f"\nlog p of a token differs by at most {exported.difference:.1e}")
     text = {}
     for language in ("en", "de"):
-        with gzip.open(shared_data / "multi30k" / f"test_2016_flickr.{language}.gz", "rt", encoding="utf-8") as file:
-            text[language] = file.read().splitlines()
+        raw = gzip.decompress((shared_data / "multi30k" / f"test_2016_flickr.{language}.gz").read_bytes())
+        text[language] = raw.decode().removesuffix("\n").split("\n")
     for beam in (1, 5):
         mine = [ids for at in range(0, len(text["en"]), 50) for ids in ours(task, text["en"][at : at + 50], beam)]
         found = by_ctranslate2(tmp_path / "model", task.tokenizer, text["en"], beam)
