@@ -49,6 +49,10 @@ class Which:
         """How many; 0 for all that were named."""
         return self.last or self.best
 
+    def of(self, count: int) -> Which:
+        """The same choice of another number."""
+        return Which(last=count) if self.last else Which(best=count)
+
 
 @dataclass(frozen=True)
 class Saved:
