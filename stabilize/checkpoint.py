@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import warnings
 import zipfile
@@ -130,6 +131,12 @@ def read(path: Path, key: str = "ckpt_path") -> dict[str, Any]:
     if not all(isinstance(parts.get(name), kind) for name, kind in PARTS.items()):
         raise UserError(f"{key} is {path}, which is damaged or no checkpoint of stabilize{such_as()}")
     return parts
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file, by which one knows it again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def such_as() -> str:

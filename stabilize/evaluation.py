@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import sacrebleu
 import torch.distributed
 from torch import nn
 
 from stabilize.data.batch import Batch
 from stabilize.metrics import CorpusScore
+
+MADE_WITH = ("stabilize-nmt", "torch", "lightning", "sentencepiece", "sacrebleu")
+"""Packages whose version may change a translation or a score."""
 
 SAMPLES = 10
 """Lines that are written with source and reference beside the scores."""
@@ -67,7 +70,7 @@ class Evaluated(NamedTuple):
         facts = {
             "scores": self.scores,
             "signatures": self.signatures,
-            "sacrebleu": sacrebleu.__version__,
+            "versions": {name: version(name) for name in MADE_WITH},
             "lines": len(lines),
             "of": self.total,
             "empty": sum(not line.translation for line in lines.values()),

@@ -24,7 +24,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from stabilize import generators
-from stabilize.checkpoint import check_model, check_optimizer, settings
+from stabilize.checkpoint import check_model, check_optimizer, settings, sha256
 from stabilize.data.batch import Batch
 from stabilize.data.cleaning import is_blank
 from stabilize.data.module import Split
@@ -111,6 +111,8 @@ class TranslationTask(LightningModule):
         self.evaluations = cast("dict[str, Evaluation]", nn.ModuleDict(evaluations))
         self.evaluated: dict[str, Evaluated] = {}
         """What the last pass of each kind found."""
+        self.saved_as: str | None = None
+        """The checkpoint that has the weights as they are, where the trainer was given none."""
         self.update_loss = 0.0
         """Of the last update, per target token."""
         self.gradients = Gradients([])
@@ -491,10 +493,14 @@ class TranslationTask(LightningModule):
     def _write(self, name: str, found: Evaluated) -> None:
         if self.trainer.is_global_zero:
             data = self.trainer.datamodule
+            weights = self.trainer.ckpt_path or self.saved_as
             origin = {
                 "text": data.origin("test") if data is not None else "",
+                "text_sha256": data.account["test"]["sha256"] if data is not None else "",
                 "search": dataclasses.asdict(self.search),
-                "checkpoint": str(self.trainer.ckpt_path or ""),
+                "precision": str(self.trainer.precision),
+                "checkpoint": str(weights or "weights in memory"),
+                "checkpoint_sha256": sha256(Path(weights)) if weights and Path(weights).is_file() else "",
             }
             folder = Path(self.trainer.default_root_dir) / "translations"
             found.write(folder, name, update=self._logged_step, **origin)

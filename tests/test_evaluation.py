@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import sacrebleu
+import sentencepiece
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -76,7 +77,9 @@ def test_the_files_give_the_scores_back(tmp_path: Path) -> None:
             assert facts["signatures"][name] == score["signature"]
             assert "nrefs:2" in score["signature"]
     assert facts["scores"] == found.scores
-    assert facts["sacrebleu"] == sacrebleu.__version__
+    assert facts["versions"]["sacrebleu"] == sacrebleu.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["sentencepiece"] == sentencepiece.__version__
     assert (facts["lines"], facts["empty"], facts["truncated"], facts["update"]) == (len(REFERENCES), 0, 0, 7)
 
 

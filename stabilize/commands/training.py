@@ -399,6 +399,8 @@ class Command(LightningCLI):
         fitted = dict(self.trainer.callback_metrics)
         try:
             if self._get(self.config_init, "test_after_fit") and not self.trainer.interrupted:
+                saves = self.trainer.checkpoint_callback
+                self.model.saved_as = saves.now(self.trainer) if isinstance(saves, Checkpoints) else None
                 tested = self._average(self._get(self.config_init, "test_average"))
                 self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=tested, verbose=False)
         finally:
