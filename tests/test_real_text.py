@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from stabilize.cli import main
 from stabilize.commands.translate import Translator
 from stabilize.data import ParallelText
 from stabilize.decoding import BeamSearch
 from stabilize.strategies import NoWarmup, Stabilizer
 from stabilize.task import TranslationTask
+from tests.checkout import ROOT
 from tests.tasks import small_trainer
 
 TEXTS = {
@@ -99,3 +101,32 @@ def test_batches_and_processes_change_no_byte_and_scores_are_those_of_the_sacreb
     for score, said in zip(("bleu", "chrf", "ter"), sacrebleu_command(tmp_path / "1"), strict=True):
         assert f"{facts['scores'][score]:.12f}" == f"{said['score']:.12f}"
         assert facts["signatures"][score] == said["signature"]
+
+
+def test_one_command_goes_from_wmt_text_to_the_same_scores_again(
+    shared_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """configs/experiments/wmt_subset.yaml, cut short: `pytest -m experiment -k wmt` runs the whole of it."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "data").symlink_to(shared_data)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    config = f"--config={ROOT / 'configs' / 'experiments' / 'wmt_subset.yaml'}"
+    search = [f"--model.search.{flag}" for flag in ("beam=2", "maximum_ratio=0", "maximum_extra=6", "minimum_length=5")]
+    short = ["--trainer.max_steps=2", "--trainer.limit_test_batches=2", "--data.evaluation_batch_tokens=300"]
+    short += [
+        "--data.vocabulary=1000",
+        "--data.batch_tokens=300",
+        "--model.encoder_layers=1",
+        "--model.decoder_layers=1",
+    ]
+    for name in ("one", "two"):
+        assert main(["fit", config, *search, *short, f"--trainer.default_root_dir={name}"]) == 0
+    one, two = (next((tmp_path / "here" / name).glob("*/translations")) for name in ("one", "two"))
+    assert (one / "test.txt").read_bytes() == (two / "test.txt").read_bytes()
+    assert (one / "test.txt").read_text(encoding="utf-8").strip(), "equal outputs of nothing would say little"
+    facts, again = (json.loads((folder / "test.json").read_text(encoding="utf-8")) for folder in (one, two))
+    assert facts["scores"] == again["scores"]
+    assert facts["text_sha256"] == again["text_sha256"]
+    assert facts["lines"] < facts["of"] == 2037
