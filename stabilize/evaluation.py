@@ -57,6 +57,28 @@ class Evaluated(NamedTuple):
         whole = self.total is None or self.total == len(self.lines)
         return "" if whole else f"{len(self.lines):,} of {self.total:,} lines"
 
+    @property
+    def empty(self) -> int:
+        """Translations that are blank lines."""
+        return sum(not line.translation for line in self.lines.values())
+
+    @property
+    def truncated(self) -> int:
+        """Translations that were cut at the length limit."""
+        return sum(line.truncated for line in self.lines.values())
+
+    @property
+    def faults(self) -> str:
+        """`3 empty, 1 truncated at the length limit` where there are any."""
+        empty = [f"{self.empty:,} empty"] if self.empty else []
+        truncated = [f"{self.truncated:,} truncated at the length limit"] if self.truncated else []
+        return ", ".join(empty + truncated)
+
+    @property
+    def remarks(self) -> str:
+        """What is to be known beside the scores, on one line."""
+        return ", ".join(filter(None, (self.part, self.faults)))
+
     def write(self, folder: Path, name: str, **origin: Any) -> None:
         """Write `{name}.txt`, line k the translation of line k, and `{name}.json`: scores, provenance, samples.
 
@@ -73,8 +95,8 @@ class Evaluated(NamedTuple):
             "versions": {name: version(name) for name in MADE_WITH},
             "lines": len(lines),
             "of": self.total,
-            "empty": sum(not line.translation for line in lines.values()),
-            "truncated": sum(line.truncated for line in lines.values()),
+            "empty": self.empty,
+            "truncated": self.truncated,
             **origin,
             "samples": [line.sample() for line in list(lines.values())[:SAMPLES]],
         }

@@ -441,11 +441,10 @@ class TranslationTask(LightningModule):
     def _translate(self, batch: Batch, name: str, search: BeamSearch) -> list[str]:
         """Detokenised translations of a batch; a blank line stays blank."""
         found = search(self.model, batch.source)
-        translations = [
-            "" if is_blank(source) else self.tokenizer.decode(hypothesis.ids)
-            for hypothesis, source in zip(found, batch.source_text, strict=True)
-        ]
-        self.evaluations[name].add(batch, translations, [hypothesis.truncated for hypothesis in found])
+        said = [not is_blank(source) for source in batch.source_text]
+        translations = [self.tokenizer.decode(one.ids) if some else "" for one, some in zip(found, said, strict=True)]
+        truncated = [one.truncated and some for one, some in zip(found, said, strict=True)]
+        self.evaluations[name].add(batch, translations, truncated)
         return translations
 
     def on_validation_start(self) -> None:
@@ -472,7 +471,7 @@ class TranslationTask(LightningModule):
         self._write("predict", self._finish("predict", "test"))
 
     def _finish(self, name: str, split: Split) -> Evaluated:
-        """End a pass over a split: log its scores, and in a test those of the baselines."""
+        """End a pass over a split: log its scores, in a test those of the baselines too, and of how many lines."""
         data = self.trainer.datamodule
         found = self.evaluations[name].finish(data.totals[split] if data is not None else None)
         if name == "test" and data is not None and "bleu" in found.scores:
@@ -483,9 +482,11 @@ class TranslationTask(LightningModule):
                 )
                 found.scores[f"bleu_{kind}"] = float(baseline.compute())
                 baseline.reset()
-        # All processes have the same numbers; the mean of three would be rounded.
-        scores = {f"{name}/{score}": value for score, value in found.scores.items()}
-        self.log_dict(scores, sync_dist=True, reduce_fx="max")
+        if name != "predict":  # in which nothing is logged
+            counts = {"lines": len(found.lines), "empty": found.empty, "truncated": found.truncated}
+            numbers = {f"{name}/{key}": float(value) for key, value in (found.scores | counts).items()}
+            # All processes have the same numbers; the mean of three would be rounded.
+            self.log_dict(numbers, sync_dist=True, reduce_fx="max")
         if not self.trainer.sanity_checking:
             self.evaluated[name] = found
         return found

@@ -168,6 +168,7 @@ METRICS = {
     *(f"activation_rms/{stack}/slope" for stack in STACKS),
     *(f"stability/{name}" for name in ("spikes", "spike_score/loss", "spike_score/gradient_norm", "diverged")),
     *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "nll", "bleu", "chrf")),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("lines", "empty", "truncated")),
     "test/chrf++",
     "test/ter",
     "test/bleu_word_by_word",
@@ -213,6 +214,7 @@ def test_weights_and_biases_has_every_number_that_the_table_has(run: Path) -> No
 def test_weights_and_biases_knows_the_stabilizers_and_the_signature(run: Path) -> None:
     config = wandb_file.config(run)
     assert config["stabilizer"]["placement"]["class_path"].endswith(".B2T")
+    assert (config["validation_lines"], config["test_lines"]) == (len(ENGLISH), len(ENGLISH))
     assert config["stabilizer"]["epsilon"]["init_args"] == {"value": 1e-5}
     assert config["decoder_stabilizer"]["placement"]["class_path"].endswith(".PostNorm")
     assert config["decoder_stabilizer"]["epsilon"]["init_args"] == {"value": 1e-4}

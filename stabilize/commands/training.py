@@ -184,9 +184,10 @@ class RunConfig(SaveConfigCallback):
         data = trainer.datamodule
         validation = pl_module.evaluations["val"].signatures(data.references.get("validation"))
         test = pl_module.evaluations["test"].signatures(data.references.get("test"))
+        lines = {f"{split}_lines": total for split, total in data.totals.items()}
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test})
+                logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test, **lines})
             if isinstance(logger, Narrator):
                 logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None))
 
