@@ -6,6 +6,7 @@ import functools
 import gzip
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from stabilize.strategies import NoWarmup, Stabilizer
 from stabilize.task import TranslationTask
 from tests.checkout import ROOT
 from tests.tasks import small_trainer
+from tests.test_kills import CONFIG
 
 TEXTS = {
     "multi30k": ("multi30k/train.{lang}.gz", "multi30k/test_2016_flickr.{lang}.gz"),
@@ -59,6 +61,18 @@ def trained(folder: Path, updates: int) -> TranslationTask:
     return task
 
 
+def files_written(
+    task: TranslationTask, text: Path, processes: int, *, folder: str, precision: Any = "32-true"
+) -> dict[str, bytes]:
+    """The files that a test with so many processes writes."""
+    strategy = {"devices": processes, "strategy": "ddp_fork"} if processes > 1 else {}
+    lines = data(text, evaluation_batch_tokens=2000)
+    lines.given_tokenizer = task.tokenizer
+    trainer = small_trainer(text / folder, precision=precision, **strategy)
+    trainer.test(task, datamodule=lines, verbose=False)
+    return {name: (text / folder / "translations" / name).read_bytes() for name in ("test.txt", "test.json")}
+
+
 def sacrebleu_command(folder: Path) -> list[dict[str, Any]]:
     """What the `sacrebleu` command says of a written output, every digit of it."""
     command = [sys.executable, "-m", "sacrebleu", "../test.de", "-i", "translations/test.txt", "-w", "12"]
@@ -81,26 +95,57 @@ def test_batches_and_processes_change_no_byte_and_scores_are_those_of_the_sacreb
 ) -> None:
     part_of(shared_data, tmp_path, name, learnt, new)
     task = trained(tmp_path, updates)
-    found = {}
-    for processes in (1, 2, 3):
-        folder = tmp_path / str(processes)
-        strategy = {"devices": processes, "strategy": "ddp_fork"} if processes > 1 else {}
-        text = data(folder.parent, evaluation_batch_tokens=2000)
-        text.given_tokenizer = task.tokenizer
-        small_trainer(folder, **strategy).test(task, datamodule=text, verbose=False)
-        found[processes] = [(folder / "translations" / file).read_bytes() for file in ("test.txt", "test.json")]
+    found = {processes: files_written(task, tmp_path, processes, folder=str(processes)) for processes in (1, 2, 3)}
     assert found[1] == found[2] == found[3]
 
     one_by_one = Translator(task.eval(), task.search, batch_tokens=1)
     sources = (tmp_path / "test.en").read_bytes().split(b"\n")[:-1]
-    assert "".join(f"{text}\n" for ((text, _),) in one_by_one(sources)).encode() == found[1][0]
+    assert "".join(f"{text}\n" for ((text, _),) in one_by_one(sources)).encode() == found[1]["test.txt"]
 
-    facts = json.loads(found[1][1])
+    facts = json.loads(found[1]["test.json"])
     assert facts["lines"] == facts["of"] == len((tmp_path / "test.de").read_bytes().split(b"\n")) - 1
     assert facts["scores"]["bleu"] > 0.1, "scores of nothing would say little"
     for score, said in zip(("bleu", "chrf", "ter"), sacrebleu_command(tmp_path / "1"), strict=True):
         assert f"{facts['scores'][score]:.12f}" == f"{said['score']:.12f}"
         assert facts["signatures"][score] == said["signature"]
+
+
+@pytest.mark.soak
+def test_in_bfloat16_the_number_of_processes_changes_no_byte(shared_data: Path, tmp_path: Path) -> None:
+    """Batches are cut before they are shared out; other batches may change a line there."""
+    part_of(shared_data, tmp_path, "multi30k", 300, 400)
+    task = trained(tmp_path, 250)
+    found = {
+        processes: files_written(task, tmp_path, processes, folder=f"bfloat16_{processes}", precision="bf16-mixed")
+        for processes in (1, 2, 3)
+    }
+    assert found[1] == found[2] == found[3]
+    facts = json.loads(found[1]["test.json"])
+    assert facts["precision"] == "bf16-mixed"
+    assert facts["scores"]["bleu"] > 1
+    assert found[1]["test.txt"] != files_written(task, tmp_path, 1, folder="float32")["test.txt"]
+
+
+@pytest.mark.soak
+def test_processes_that_the_command_starts_change_no_byte(tmp_path: Path) -> None:
+    """Each with a Python of its own (`ddp`), not a copy of this one."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+
+    def stabilize(*words: str) -> Path:
+        command = [sys.executable, "-m", "stabilize", *words, "--config=run.yaml", "--trainer.callbacks=[]"]
+        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return max((tmp_path / "runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
+
+    weights = f"--ckpt_path={stabilize('fit') / 'checkpoints' / 'last.ckpt'}"
+    search = ["--model.search.beam=2", "--model.search.minimum_length=6"]
+    one = stabilize("test", weights, *search)
+    two = stabilize("test", weights, *search, "--trainer.devices=2", "--trainer.strategy=ddp")
+    assert one != two
+    for name in ("test.txt", "test.json"):
+        assert (one / "translations" / name).read_bytes() == (two / "translations" / name).read_bytes()
+    assert (one / "translations" / "test.txt").read_text(encoding="utf-8").strip()
 
 
 def test_one_command_goes_from_wmt_text_to_the_same_scores_again(
