@@ -23,7 +23,6 @@ from stabilize.strategies import NoWarmup, Stabilizer
 from stabilize.task import TranslationTask
 from tests.checkout import ROOT
 from tests.tasks import small_trainer
-from tests.test_kills import CONFIG
 
 TEXTS = {
     "multi30k": ("multi30k/train.{lang}.gz", "multi30k/test_2016_flickr.{lang}.gz"),
@@ -126,26 +125,31 @@ def test_in_bfloat16_the_number_of_processes_changes_no_byte(shared_data: Path, 
     assert found[1]["test.txt"] != files_written(task, tmp_path, 1, folder="float32")["test.txt"]
 
 
+RUN = """
+model: {encoder_layers: 1, decoder_layers: 1, width: 64, heads: 4, hidden: 128, dropout: 0.0, search: {beam: 3}}
+data:
+  class_path: ParallelText
+  init_args: {train: "train.{lang}", validation: "train.{lang}", test: "test.{lang}", evaluation_batch_tokens: 200}
+trainer: {accelerator: cpu}
+"""
+
+
 @pytest.mark.soak
-def test_processes_that_the_command_starts_change_no_byte(tmp_path: Path) -> None:
+def test_processes_that_the_command_starts_change_no_byte(shared_data: Path, tmp_path: Path) -> None:
     """Each with a Python of its own (`ddp`), not a copy of this one."""
-    (tmp_path / "run.yaml").write_text(CONFIG)
+    part_of(shared_data, tmp_path, "multi30k", 30, 12)
+    trained(tmp_path, 80).trainer.save_checkpoint(tmp_path / "weights.ckpt")
+    (tmp_path / "run.yaml").write_text(RUN)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-
-    def stabilize(*words: str) -> Path:
-        command = [sys.executable, "-m", "stabilize", *words, "--config=run.yaml", "--trainer.callbacks=[]"]
-        ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "stabilize", "test", "--config=run.yaml", "--ckpt_path=weights.ckpt"]
+    for name, flags in (("one", []), ("two", ["--trainer.devices=2", "--trainer.strategy=ddp"])):
+        words = [*command, f"--trainer.default_root_dir={name}", "--model.stabilizer.warmup=NoWarmup", *flags]
+        ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        return max((tmp_path / "runs").iterdir(), key=lambda run: run.stat().st_mtime_ns)
-
-    weights = f"--ckpt_path={stabilize('fit') / 'checkpoints' / 'last.ckpt'}"
-    search = ["--model.search.beam=2", "--model.search.minimum_length=6"]
-    one = stabilize("test", weights, *search)
-    two = stabilize("test", weights, *search, "--trainer.devices=2", "--trainer.strategy=ddp")
-    assert one != two
-    for name in ("test.txt", "test.json"):
-        assert (one / "translations" / name).read_bytes() == (two / "translations" / name).read_bytes()
-    assert (one / "translations" / "test.txt").read_text(encoding="utf-8").strip()
+    one, two = (next((tmp_path / name).glob("*/translations")) for name in ("one", "two"))
+    for file in ("test.txt", "test.json"):
+        assert (one / file).read_bytes() == (two / file).read_bytes()
+    assert json.loads((one / "test.json").read_text(encoding="utf-8"))["scores"]["bleu"] > 1
 
 
 def test_one_command_goes_from_wmt_text_to_the_same_scores_again(
