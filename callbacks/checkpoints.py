@@ -55,6 +55,10 @@ class Checkpoints(ModelCheckpoint):
         self._update_of_last = trainer.global_step
         return place
 
+    def now(self, trainer: pl.Trainer) -> str | None:
+        """The file with the state as it is now; none where it was not saved."""
+        return self.last_model_path if self._update_of_last == trainer.global_step else None
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict | {"dirpath": self.dirpath})  # of the run, wherever they lie
 

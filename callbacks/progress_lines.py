@@ -10,7 +10,8 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 class ProgressLines(pl.Callback):
-    """Prints a line at each logged update and each validation: losses and BLEU. For output that is no terminal."""
+    """Prints a line at each logged update and each validation: losses and BLEU, and of which
+    translations. For output that is no terminal."""
 
     KEYS = ("train/loss", "val/nll", "val/bleu")
 
@@ -26,10 +27,10 @@ class ProgressLines(pl.Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
             evaluated = getattr(pl_module, "evaluated", {})
-            self._print(trainer, self.KEYS, evaluated["val"].part if "val" in evaluated else "")
+            self._print(trainer, self.KEYS, evaluated["val"].remarks if "val" in evaluated else "")
 
     @rank_zero_only
-    def _print(self, trainer: pl.Trainer, keys: Sequence[str], part: str = "") -> None:
+    def _print(self, trainer: pl.Trainer, keys: Sequence[str], remarks: str = "") -> None:
         metrics = trainer.callback_metrics
         found = [f"{key} {float(metrics[key]):.4g}" for key in keys if key in metrics]
-        print(f"update {trainer.global_step:,}: {', '.join(found)}{part and f' ({part})'}", flush=True)
+        print(f"update {trainer.global_step:,}: {', '.join(found)}{remarks and f' ({remarks})'}", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +47,10 @@ class Which:
     def count(self) -> int:
         """How many; 0 for all that were named."""
         return self.last or self.best
+
+    def of(self, count: int) -> Which:
+        """The same choice of another number."""
+        return Which(last=count) if self.last else Which(best=count)
 
 
 @dataclass(frozen=True)
@@ -142,9 +145,7 @@ def average(paths: Sequence[Path], which: Which) -> dict[str, Any]:
         for name, value in saved["state_dict"].items():
             if value.is_floating_point():
                 sums[name] = sums[name] + value.double() if name in sums else value.double()
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        files.append({"file": str(path), "update": saved["global_step"], "sha256": digest})
+        files.append({"file": str(path), "update": saved["global_step"], "sha256": checkpoint.sha256(path)})
     means = {name: (total / len(paths)).to(first["state_dict"][name].dtype) for name, total in sums.items()}
     kept = {key: value for key, value in first.items() if key not in STATE_OF_TRAINING}
     return kept | {"state_dict": first["state_dict"] | means, "averaged": {"which": str(which), "files": files}}

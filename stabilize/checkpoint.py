@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
 import warnings
@@ -141,6 +142,12 @@ def _parts(path: Path, *, checked: bool = True) -> dict[str, Any] | None:
         return None
     parts = saved if isinstance(saved, dict) else {}
     return parts if all(isinstance(parts.get(name), kind) for name, kind in PARTS.items()) else None
+
+
+def sha256(path: Path) -> str:
+    """The hash of a file, by which one knows it again."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def such_as(runs: Path = Path("runs")) -> str:

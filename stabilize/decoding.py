@@ -16,7 +16,7 @@ from torch import Tensor
 from stabilize.errors import UserError
 from stabilize.model.cache import Cache
 from stabilize.model.transformer import EncoderDecoder
-from stabilize.tokens import BEGIN, END, PAD
+from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
 
 class Hypothesis(NamedTuple):
@@ -39,7 +39,7 @@ class BeamSearch:
     finished, and its place in the beam stays empty: a beam of 1 is greedy search. A sentence is done when none of its
     unfinished hypotheses could still be among the best, even if it lost no more probability up to the greatest length
     allowed. It is also done at that length; where too few have finished by then, unfinished hypotheses, marked as
-    truncated, come after those that have.
+    truncated, come after those that have. The unknown token, which says nothing to a reader, is never taken.
 
     Args:
         beam: hypotheses kept for a sentence; 1 is greedy search.
@@ -133,7 +133,7 @@ class BeamSearch:
     def _log_probabilities(self, logits: Tensor, length: int) -> Tensor:
         """Of the token that makes a hypothesis `length` long; -inf for what may not stand there."""
         log_p = logits.float().log_softmax(-1)
-        log_p[:, PAD] = log_p[:, BEGIN] = -math.inf
+        log_p[:, PAD] = log_p[:, UNKNOWN] = log_p[:, BEGIN] = -math.inf
         if length < self.minimum_length:
             log_p[:, END] = -math.inf
         return log_p

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-import sacrebleu
 import torch.distributed
 from torch import nn
 
 from stabilize.data.batch import Batch
 from stabilize.errors import UserError
 from stabilize.metrics import CorpusScore
+
+MADE_WITH = ("stabilize-nmt", "torch", "lightning", "sentencepiece", "sacrebleu")
+"""Packages whose version may change a translation or a score."""
 
 SAMPLES = 10
 """Lines that are written with source and reference beside the scores."""
@@ -55,6 +58,28 @@ class Evaluated(NamedTuple):
         whole = self.total is None or self.total == len(self.lines)
         return "" if whole else f"{len(self.lines):,} of {self.total:,} lines"
 
+    @property
+    def empty(self) -> int:
+        """Translations that are blank lines."""
+        return sum(not line.translation for line in self.lines.values())
+
+    @property
+    def truncated(self) -> int:
+        """Translations that were cut at the length limit."""
+        return sum(line.truncated for line in self.lines.values())
+
+    @property
+    def faults(self) -> str:
+        """`3 empty, 1 truncated at the length limit` where there are any."""
+        empty = [f"{self.empty:,} empty"] if self.empty else []
+        truncated = [f"{self.truncated:,} truncated at the length limit"] if self.truncated else []
+        return ", ".join(empty + truncated)
+
+    @property
+    def remarks(self) -> str:
+        """What is to be known beside the scores, on one line."""
+        return ", ".join(filter(None, (self.part, self.faults)))
+
     def write(self, folder: Path, name: str, **origin: Any) -> None:
         """Write `{name}.txt`, line k the translation of line k, and `{name}.json`: scores, provenance, samples.
 
@@ -68,11 +93,11 @@ class Evaluated(NamedTuple):
         facts = {
             "scores": self.scores,
             "signatures": self.signatures,
-            "sacrebleu": sacrebleu.__version__,
+            "versions": {name: version(name) for name in MADE_WITH},
             "lines": len(lines),
             "of": self.total,
-            "empty": sum(not line.translation for line in lines.values()),
-            "truncated": sum(line.truncated for line in lines.values()),
+            "empty": self.empty,
+            "truncated": self.truncated,
             **origin,
             "samples": [line.sample() for line in list(lines.values())[:SAMPLES]],
         }

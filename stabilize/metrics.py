@@ -15,6 +15,7 @@ import torch
 from sacrebleu import significance
 from sacrebleu.metrics import BLEU, CHRF, TER
 from sacrebleu.metrics.base import Metric as Scorer
+from sacrebleu.utils import SACREBLEU_DIR
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -98,7 +99,7 @@ class CorpusBLEU(CorpusScore):
         tokenizer: sacreBLEU's: `13a`, `intl`, `zh`, `char`, ...
 
     Raises:
-        UserError: sacreBLEU has no such tokeniser, or cannot do without another package for it.
+        UserError: sacreBLEU has no such tokeniser, or lacks a package or a file for it.
     """
 
     higher_is_better = True
@@ -110,6 +111,11 @@ class CorpusBLEU(CorpusScore):
             scorer = BLEU(tokenize=tokenizer)
         except (ImportError, RuntimeError) as error:
             raise UserError(f"BLEU with the tokeniser {tokenizer} cannot be had: {error}") from error
+        except (OSError, SystemExit) as error:  # the second is how sacreBLEU ends some downloads
+            raise UserError(
+                f"BLEU with the tokeniser {tokenizer} needs a file that cannot be downloaded ({error}); "
+                f"{SACREBLEU_DIR}/models of a machine that has it, copied to here, would do"
+            ) from error
         super().__init__(scorer, size=2 + 2 * 4)
 
 

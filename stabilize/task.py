@@ -24,7 +24,7 @@ from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from stabilize import generators
-from stabilize.checkpoint import check_model, check_optimizer, settings
+from stabilize.checkpoint import check_model, check_optimizer, settings, sha256
 from stabilize.data.batch import Batch
 from stabilize.data.cleaning import is_blank
 from stabilize.data.module import Split
@@ -111,6 +111,8 @@ class TranslationTask(LightningModule):
         self.evaluations = cast("dict[str, Evaluation]", nn.ModuleDict(evaluations))
         self.evaluated: dict[str, Evaluated] = {}
         """What the last pass of each kind found."""
+        self.saved_as: str | None = None
+        """The checkpoint that has the weights as they are, where the trainer was given none."""
         self.update_loss = 0.0
         """Of the last update, per target token."""
         self.gradients = Gradients([])
@@ -441,11 +443,10 @@ class TranslationTask(LightningModule):
     def _translate(self, batch: Batch, name: str, search: BeamSearch) -> list[str]:
         """Detokenised translations of a batch; a blank line stays blank."""
         found = search(self.model, batch.source)
-        translations = [
-            "" if is_blank(source) else self.tokenizer.decode(hypothesis.ids)
-            for hypothesis, source in zip(found, batch.source_text, strict=True)
-        ]
-        self.evaluations[name].add(batch, translations, [hypothesis.truncated for hypothesis in found])
+        said = [not is_blank(source) for source in batch.source_text]
+        translations = [self.tokenizer.decode(one.ids) if some else "" for one, some in zip(found, said, strict=True)]
+        truncated = [one.truncated and some for one, some in zip(found, said, strict=True)]
+        self.evaluations[name].add(batch, translations, truncated)
         return translations
 
     def on_validation_start(self) -> None:
@@ -472,7 +473,7 @@ class TranslationTask(LightningModule):
         self._write("predict", self._finish("predict", "test"))
 
     def _finish(self, name: str, split: Split) -> Evaluated:
-        """End a pass over a split: log its scores, and in a test those of the baselines."""
+        """End a pass over a split: log its scores, in a test those of the baselines too, and of how many lines."""
         data = self.trainer.datamodule
         found = self.evaluations[name].finish(data.totals[split] if data is not None else None)
         if name == "test" and data is not None and "bleu" in found.scores:
@@ -483,9 +484,11 @@ class TranslationTask(LightningModule):
                 )
                 found.scores[f"bleu_{kind}"] = float(baseline.compute())
                 baseline.reset()
-        # All processes have the same numbers; the mean of three would be rounded.
-        scores = {f"{name}/{score}": value for score, value in found.scores.items()}
-        self.log_dict(scores, sync_dist=True, reduce_fx="max")
+        if name != "predict":  # in which nothing is logged
+            counts = {"lines": len(found.lines), "empty": found.empty, "truncated": found.truncated}
+            numbers = {f"{name}/{key}": float(value) for key, value in (found.scores | counts).items()}
+            # All processes have the same numbers; the mean of three would be rounded.
+            self.log_dict(numbers, sync_dist=True, reduce_fx="max")
         if not self.trainer.sanity_checking:
             self.evaluated[name] = found
         return found
@@ -493,10 +496,14 @@ class TranslationTask(LightningModule):
     def _write(self, name: str, found: Evaluated) -> None:
         if self.trainer.is_global_zero:
             data = self.trainer.datamodule
+            weights = self.trainer.ckpt_path or self.saved_as
             origin = {
                 "text": data.origin("test") if data is not None else "",
+                "text_sha256": data.account["test"]["sha256"] if data is not None else "",
                 "search": dataclasses.asdict(self.search),
-                "checkpoint": str(self.trainer.ckpt_path or ""),
+                "precision": str(self.trainer.precision),
+                "checkpoint": str(weights or "weights in memory"),
+                "checkpoint_sha256": sha256(Path(weights)) if weights and Path(weights).is_file() else "",
             }
             folder = Path(self.trainer.default_root_dir) / "translations"
             found.write(folder, name, update=self._logged_step, **origin)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from stabilize import averaging, checkpoint
 from stabilize.averaging import Which
@@ -155,21 +156,49 @@ test_average: {best: 3}
 """
 
 
-def test_from_the_run_to_the_test_of_its_average(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The commands of the README: stabilize average, and test, predict and fit with what it wrote."""
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a config in it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "tiny.yaml").write_text(TINY)
-    assert main(["fit", "-c", "tiny.yaml"]) == 0
-    (run,) = (tmp_path / "runs").iterdir()
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def six_updates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs folder of a config above."""
+    folder = tmp_path_factory.mktemp("six")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        (folder / "tiny.yaml").write_text(TINY)
+        assert main(["fit", "-c", "tiny.yaml"]) == 0
+    return folder / "runs"
+
+
+def newest(runs: Path) -> Path:
+    """The folder of the newest run, as it is called from the current folder."""
+    return max(runs.iterdir(), key=lambda folder: folder.stat().st_mtime_ns).relative_to(Path.cwd())
+
+
+def facts_of(run: Path) -> dict[str, Any]:
+    """What stands beside the translations of a run's test."""
+    return json.loads((run / "translations" / "test.json").read_text())
+
+
+def test_from_the_run_to_the_test_of_its_average(
+    here: Path, six_updates: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of the README: stabilize average, and test, predict and fit with what it wrote."""
+    shutil.copytree(six_updates, here / "runs")
+    run = newest(here / "runs")
     mean = checkpoint.read(run / "average_best_3.ckpt")
     states = [checkpoint.read(path)["state_dict"] for path in (run / "checkpoints").glob("update_*.ckpt")]
     assert len(states) == 3
     for name, value in mean["state_dict"].items():
         torch.testing.assert_close(value, torch.stack([state[name] for state in states]).mean(0), msg=name)
-    facts = yaml.safe_load((run / "translations" / "test.json").read_text())
+    facts = facts_of(run)
     assert facts["checkpoint"] == f"runs/{run.name}/average_best_3.ckpt"
 
     capsys.readouterr()
@@ -177,16 +206,14 @@ def test_from_the_run_to_the_test_of_its_average(
     told = capsys.readouterr().out.splitlines()
     assert told[-1] == "average of 3: average.ckpt"
     assert "update_6.ckpt: update 6, val/nll " in told[0]
-    again = checkpoint.read(tmp_path / "average.ckpt")["state_dict"]
+    again = checkpoint.read(here / "average.ckpt")["state_dict"]
     assert all(value.equal(again[name]) for name, value in mean["state_dict"].items())
     TranslationTask.load_from_checkpoint("average.ckpt")
 
     config, weights = f"--config={run}/config.yaml", "--ckpt_path=average.ckpt"
     assert main(["test", config, weights]) == 0
     assert "tests the average" not in capsys.readouterr().out
-    *_, tested = sorted((tmp_path / "runs").iterdir(), key=lambda folder: folder.stat().st_mtime_ns)
-    scores = yaml.safe_load((tested / "translations" / "test.json").read_text())["scores"]
-    assert scores == facts["scores"]
+    assert facts_of(newest(here / "runs"))["scores"] == facts["scores"]
     assert main(["predict", config, weights]) == 0
     assert main(["fit", config, weights]) == 2
     assert "has weights alone; --weights average.ckpt would do" in capsys.readouterr().err
@@ -198,6 +225,45 @@ def test_from_the_run_to_the_test_of_its_average(
     assert "--last 5 or --best 5 would do" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("kind", "count", "updates"), [("best", 3, [6, 4, 2]), ("last", 2, [7, 6])])
+def test_a_run_that_went_on_averages_what_it_would_have_without_the_stop(
+    here: Path, six_updates: Path, capsys: pytest.CaptureFixture[str], kind: str, count: int, updates: list[int]
+) -> None:
+    """Of one update, without a validation: of its own it has no more than its last state."""
+    shutil.copytree(six_updates, here / "runs")
+    before = newest(here / "runs") / "checkpoints"
+    flags = ["--test_average.best=0", f"--test_average.{kind}={count}", "--trainer.max_steps=7"]
+    assert main(["fit", "-c", "tiny.yaml", "--ckpt_path=last", *flags]) == 0
+    run = newest(here / "runs")
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["last.ckpt"]
+    mean = checkpoint.read(run / f"average_{kind}_{count}.ckpt")
+    files = [Path(file["file"]) for file in mean["averaged"]["files"]]
+    assert [checkpoint.read(path)["global_step"] for path in files] == updates
+    assert {path.parent for path in files} <= {before, run / "checkpoints"}
+    states = [checkpoint.read(path)["state_dict"] for path in files]
+    for name, value in mean["state_dict"].items():
+        torch.testing.assert_close(value, torch.stack([state[name] for state in states]).mean(0), msg=name)
+    assert facts_of(run)["checkpoint"] == str(run / f"average_{kind}_{count}.ckpt")
+    assert "(test_average asks for" not in capsys.readouterr().out
+
+
+def test_an_average_of_fewer_says_of_how_many(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "-c", "tiny.yaml", "--trainer.max_steps=4"]) == 0
+    run = newest(here / "runs")
+    mean = run / "average_best_2.ckpt"
+    assert f"tests the average of 2 checkpoints (test_average asks for 3), {mean}" in capsys.readouterr().out
+    assert checkpoint.read(mean)["averaged"]["which"] == "best 2"
+    assert facts_of(run)["checkpoint"] == str(mean)
+
+
+def test_where_there_is_no_average_the_final_weights_are_tested(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Training is done by then: nothing is refused."""
+    assert main(["fit", "-c", "tiny.yaml", "--trainer.max_steps=1"]) == 0
+    run = newest(here / "runs")
+    assert "tests the final weights: no checkpoint is ranked by val/nll" in capsys.readouterr().out
+    assert facts_of(run)["checkpoint"] == str(run / "checkpoints" / "last.ckpt")
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -207,11 +273,8 @@ def test_from_the_run_to_the_test_of_its_average(
     ],
 )
 def test_an_average_that_cannot_be_is_refused_before_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], why: str
+    here: Path, capsys: pytest.CaptureFixture[str], flags: list[str], why: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    (tmp_path / "tiny.yaml").write_text(TINY)
     assert main(["fit", "-c", "tiny.yaml", *flags]) == 2
     assert why in capsys.readouterr().err
-    assert not list(tmp_path.glob("runs/*"))
+    assert not list(here.glob("runs/*"))

@@ -20,8 +20,8 @@ from stabilize.model import Cache, EncoderDecoder, Memory, Sizes
 from stabilize.strategies import Stabilizer
 from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
-A, B = 4, 5
-VOCABULARY = 6
+A, B, C = 4, 5, 6
+VOCABULARY = 7
 
 Table = Callable[[tuple[int, ...], tuple[int, ...]], Sequence[float]]
 """Source tokens and target prefix, both without marks -> logits of the next token."""
@@ -101,7 +101,7 @@ def exhaustive(table: Table, source: Sequence[int], limit: int, divisor: Divisor
     """All hypotheses of at most `limit` tokens, end mark included, the best first."""
     found = []
     for length in range(limit):
-        for ids in itertools.product((UNKNOWN, A, B), repeat=length):
+        for ids in itertools.product((A, B, C), repeat=length):
             steps = [log_probabilities(table, source, ids[:i])[token] for i, token in enumerate((*ids, END))]
             found.append((sum(steps) / divisor(length + 1), list(ids)))
     return sorted(found, reverse=True)
@@ -116,7 +116,7 @@ def patient(table: Table, source: Sequence[int], beam: int, limit: int, divisor:
             (log_p + step[token], (*ids, token))
             for log_p, ids in live
             for step in [log_probabilities(table, source, ids)]
-            for token in (UNKNOWN, END, A, B)
+            for token in (END, A, B, C)
         ]
         grown = sorted(grown, reverse=True)[: beam - len(finished)]
         finished += [Hypothesis(list(ids[:-1]), p / divisor(length), False) for p, ids in grown if ids[-1] == END]
@@ -166,7 +166,7 @@ def test_beam_of_one_is_greedy(seed: int) -> None:
     table, greedy = random_table(seed), []
     while len(greedy) < 9:
         step = log_probabilities(table, [A, A], tuple(greedy))
-        token = max((UNKNOWN, END, A, B), key=lambda token: step[token])
+        token = max((END, A, B, C), key=lambda token: step[token])
         if token == END:
             break
         greedy.append(token)
@@ -179,7 +179,7 @@ def test_beam_of_one_is_greedy(seed: int) -> None:
 @given(
     seed=st.integers(0, 2**32),
     beam=st.integers(1, 4),
-    source=st.lists(st.lists(st.sampled_from([UNKNOWN, A, B]), max_size=4), min_size=1, max_size=8),
+    source=st.lists(st.lists(st.sampled_from([UNKNOWN, A, B, C]), max_size=4), min_size=1, max_size=8),
 )
 def test_a_sentence_does_not_see_the_others(seed: int, beam: int, source: list[list[int]]) -> None:
     model = TableModel(random_table(seed))
@@ -281,8 +281,8 @@ def test_what_finished_comes_before_what_was_cut() -> None:
 
 def test_there_may_be_fewer_than_were_asked_for() -> None:
     """The end mark, and each token that is cut after itself."""
-    (found,) = n_best(TableModel(constant(a=1.0, unknown=0.5)), [[A]], 5, beam=5, maximum_ratio=0.0, maximum_extra=1)
-    assert [h.ids for h in found] == [[], [A], [UNKNOWN], [B]]
+    (found,) = n_best(TableModel(constant(a=1.0)), [[A]], 5, beam=5, maximum_ratio=0.0, maximum_extra=1)
+    assert [h.ids for h in found] == [[], [A], [B]]
     assert n_best(TableModel(constant(a=math.nan)), [[A]], 5, beam=5) == [[Hypothesis([], -math.inf, True)]]
 
 
@@ -292,9 +292,13 @@ def test_no_more_hypotheses_than_the_beam_holds(count: int) -> None:
         n_best(TableModel(constant()), [[A]], count, beam=3)
 
 
-def test_pad_and_begin_are_never_produced_but_unknown_may_be() -> None:
-    (found,) = search(TableModel(constant(pad=9.0, begin=9.0, unknown=1.0)), [[A]], beam=2, maximum_extra=3)
-    assert set(found.ids) == {UNKNOWN}
+@pytest.mark.parametrize("beam", [1, 2])
+def test_pad_begin_and_unknown_are_never_produced(beam: int) -> None:
+    """The others' log p is what it is beside them, not what is left."""
+    model = TableModel(constant(pad=9.0, begin=9.0, unknown=9.0, a=1.0, end=-math.inf))
+    (found,) = search(model, [[A]], beam=beam, maximum_extra=3)
+    assert set(found.ids) == {A}
+    assert found.score == pytest.approx(1.0 - math.log(3 * math.exp(9.0) + math.e), abs=1e-5)
 
 
 @pytest.mark.parametrize("beam", [1, 3])

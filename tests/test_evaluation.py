@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import sacrebleu
+import sentencepiece
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from stabilize.callbacks import ProgressLines
 from stabilize.commands.results import results
 from stabilize.data.batch import Batch
 from stabilize.data.module import Split
@@ -27,6 +29,7 @@ from stabilize.errors import UserError
 from stabilize.evaluation import Evaluation
 from stabilize.metrics import ScoreName, corpus_scores
 from stabilize.task import TranslationTask
+from stabilize.tokens import END, UNKNOWN
 from tests.tasks import ENGLISH, GERMAN, Sentences, rows, small_task, small_trainer
 
 REFERENCES = (*GERMAN, "Er sagte: „Nein, um 3.5 Uhr!“", "", "12 % der 1.000 Äpfel — naïve Œuvre", "東京は大きい。")
@@ -77,7 +80,9 @@ def test_the_files_give_the_scores_back(tmp_path: Path) -> None:
             assert facts["signatures"][name] == score["signature"]
             assert "nrefs:2" in score["signature"]
     assert facts["scores"] == found.scores
-    assert facts["sacrebleu"] == sacrebleu.__version__
+    assert facts["versions"]["sacrebleu"] == sacrebleu.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["sentencepiece"] == sentencepiece.__version__
     assert (facts["lines"], facts["empty"], facts["truncated"], facts["update"]) == (len(REFERENCES), 0, 0, 7)
 
 
@@ -142,6 +147,56 @@ def test_saying_the_reference_scores_a_hundred_whatever_the_batches(tmp_path: Pa
         assert scores["test/bleu"] == pytest.approx(100)
         assert scores["test/chrf"] == pytest.approx(100)
         assert written(folder, "test.txt") == list(GERMAN)
+
+
+def test_a_score_of_good_and_bad_lines_is_no_mean_of_batches(tmp_path: Path) -> None:
+    """Every second source is one that the search does not know (FIELD_REPORTS 4.3)."""
+    sources = [english if k % 2 else "nobody knows this" for k, english in enumerate(ENGLISH)]
+    for tokens in (1, 60, 10_000):
+        folder = tmp_path / str(tokens)
+        text = Sentences({"test": Pairs(sources, list(GERMAN))}, evaluation_batch_tokens=tokens)
+        scores = score(folder, small_task(search=Dictated()), text)
+        lines = written(folder, "test.txt")
+        whole = sacrebleu.corpus_bleu(lines, [GERMAN]).score
+        assert scores["test/bleu"] == pytest.approx(whole, rel=1e-6)
+        each = [sacrebleu.corpus_bleu([line], [[german]]).score for line, german in zip(lines, GERMAN, strict=True)]
+        assert abs(sum(each) / len(each) - whole) > 5, "else the one could be taken for the other"
+
+
+class Everything(BeamSearch):
+    """A search that finds each token that there is but the end and, as every search, the unknown one."""
+
+    def __call__(self, model: Any, source: torch.Tensor) -> list[Hypothesis]:
+        ids = [token for token in range(small_task().tokenizer.vocabulary) if token not in (END, UNKNOWN)]
+        return [Hypothesis(ids, 0.0, False)] * len(source)
+
+
+def test_what_is_written_has_no_marks_of_subwords_nor_special_tokens(tmp_path: Path) -> None:
+    score(tmp_path, small_task(search=Everything()))
+    for line in written(tmp_path, "test.txt"):
+        assert set("".join(GERMAN)) - {" "} <= set(line)
+        assert not any(mark in line for mark in ("▁", "@@", "⁇", "<", ">"))
+
+
+def test_empty_and_truncated_translations_are_counted_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Pairs(["", "nobody knows this", *ENGLISH[2:5], "  "], list(GERMAN))
+    data = Sentences({"test": text, "validation": text})
+    task = small_task(search=Dictated(), validation_search=Dictated())
+    trainer = small_trainer(tmp_path, ProgressLines(), max_steps=1, limit_val_batches=1.0, val_check_interval=1)
+    trainer.fit(task, datamodule=data)
+    (check,) = [row for row in rows(tmp_path) if "val/bleu" in row]
+    assert (check["val/lines"], check["val/empty"], check["val/truncated"]) == (6, 2, 1)
+    assert "(2 empty, 1 truncated at the length limit)" in capsys.readouterr().out
+
+    (scores,) = trainer.test(task, datamodule=data, verbose=False)
+    assert (scores["test/lines"], scores["test/empty"], scores["test/truncated"]) == (6, 2, 1)
+    console = Console(width=200, file=io.StringIO())
+    console.print(results(trainer, trainer.callback_metrics))
+    said = console.file.getvalue()
+    assert "test: 2 empty, 1 truncated at the length limit, of 6 translations" in said
+    assert re.search(r"test/truncated +1 ", said)
 
 
 def test_loss_and_nll_are_means_over_tokens_whatever_the_batches(tmp_path: Path) -> None:
@@ -212,12 +267,13 @@ def test_scores_are_shown_as_the_sacrebleu_command_prints_them(tmp_path: Path, l
         score = peer.corpus_score(list(found.values()), [[GERMAN[k] for k in found]])
         assert re.search(rf"test/{re.escape(name)} +{score.score:.2f} +{part}", said)
         assert f"{name} {peer.get_signature()}" in said
-    assert ("lines" in said) == bool(part)
+    assert ("of 6 lines" in said) == bool(part)
 
 
 def test_scores_are_those_that_are_chosen(tmp_path: Path) -> None:
     scores = score(tmp_path, small_task(search=Dictated(), scores=["ter", "bleu"], bleu_tokenizer="char"))
-    assert {name for name in scores if name not in ("test/loss", "test/nll")} == {"test/ter", "test/bleu"}
+    others = {f"test/{name}" for name in ("loss", "nll", "lines", "empty", "truncated")}
+    assert scores.keys() - others == {"test/ter", "test/bleu"}
     assert "tok:char" in json.loads((tmp_path / "translations" / "test.json").read_text())["signatures"]["bleu"]
     with pytest.raises(UserError, match=r"tokeniser of BLEU is words; .*13a.* would do"):
         small_task(bleu_tokenizer="words")

@@ -14,9 +14,11 @@ from tests.tasks import rows
 
 pytestmark = pytest.mark.experiment
 
-needs_text = pytest.mark.skipif(
-    not (ROOT.parent / "shared" / "data" / "multi30k").is_dir(), reason="Multi30k is not at ../shared/data/multi30k"
-)
+
+def needs(name: str) -> pytest.MarkDecorator:
+    """A mark for tests of configs that read a text from its usual place."""
+    missing = not (ROOT.parent / "shared" / "data" / name).is_dir()
+    return pytest.mark.skipif(missing, reason=f"there is no ../shared/data/{name}")
 
 
 def fitted(folder: Path, *words: str) -> dict[str, float]:
@@ -29,7 +31,7 @@ def fitted(folder: Path, *words: str) -> dict[str, float]:
     return {key: value for row in rows(run) for key, value in row.items()}
 
 
-@needs_text
+@needs("multi30k")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_depth_kills_post_norm_and_not_b2t(seed: int, tmp_path: Path) -> None:
     words = ("--config=configs/experiments/depth_contrast.yaml", f"--seed_everything={seed}")
@@ -41,9 +43,21 @@ def test_depth_kills_post_norm_and_not_b2t(seed: int, tmp_path: Path) -> None:
     assert b2t["gradient_ratio/decoder/first_to_last"] >= 0.1
 
 
-@needs_text
+@needs("multi30k")
 def test_a_useful_model(tmp_path: Path) -> None:
     assert fitted(tmp_path, "--config=configs/experiments/multi30k.yaml")["test/bleu"] >= 37.5
+
+
+@needs("wmt")
+def test_wmt_text_comes_to_the_same_scores_again(tmp_path: Path) -> None:
+    """Near zero after so little text, and to the last digit the same."""
+    one, two = (fitted(tmp_path / name, "--config=configs/experiments/wmt_subset.yaml") for name in ("one", "two"))
+    scores = {key: value for key, value in one.items() if key.startswith("test/")}
+    print(scores)
+    assert scores == {key: value for key, value in two.items() if key.startswith("test/")}
+    assert 0 < scores["test/bleu"] < 5
+    first, second = (next((tmp_path / name).glob("*/translations/test.txt")) for name in ("one", "two"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 @pytest.mark.parametrize("bundle", ["deepnorm", "pre_ln", "b2t"])

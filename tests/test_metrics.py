@@ -5,14 +5,20 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import ssl
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import sacrebleu
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sacrebleu.tokenizers import tokenizer_spm
 
+from stabilize.errors import UserError
 from stabilize.metrics import CorpusBLEU, CorpusChrF, CorpusScore, CorpusTER
 
 Make = Callable[[], CorpusScore]
@@ -129,6 +135,19 @@ def test_the_signature_tells_tokenisers_apart() -> None:
     assert CorpusBLEU().signature() != CorpusBLEU(tokenizer="intl").signature()
 
 
+@pytest.mark.parametrize("fault", [urllib.error.URLError("no network"), ssl.SSLError("no certificate")])
+def test_a_tokeniser_that_has_to_be_downloaded(fault: OSError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sacreBLEU hands on the one fault, and ends the process at the other."""
+
+    def offline(*_: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    monkeypatch.setattr(tokenizer_spm, "SACREBLEU_DIR", str(tmp_path))
+    with pytest.raises(UserError, match=r"flores200 needs a file that cannot be downloaded .*/models of a machine"):
+        CorpusBLEU("flores200")
+
+
 @pytest.mark.parametrize("make", [CorpusBLEU, CorpusChrF])
 def test_empty_hypotheses_score_nothing(make: Make) -> None:
     assert score_of(make, [("", reference) for _, reference in AWKWARD]) == 0.0
@@ -139,6 +158,15 @@ def test_an_echo_scores_100() -> None:
     assert score_of(CorpusBLEU, echo) == pytest.approx(100.0)
     assert score_of(CorpusChrF, echo) == pytest.approx(100.0)
     assert score_of(CorpusTER, echo) == 0.0
+
+
+def test_one_right_line_of_three_is_not_a_hundred() -> None:
+    """What references in the wrong orientation make of it."""
+    right = "Zwei junge Männer stehen auf der Straße."
+    corpus = [(right, right), ("nichts davon ist wahr", "Ein Hund läuft."), ("gar nichts", "Die Katze schläft heute.")]
+    assert 0 < score_of(CorpusBLEU, corpus) < 60
+    assert score_of(CorpusBLEU, corpus) == sacrebleu_of(sacrebleu.BLEU(), corpus)
+    assert score_of(CorpusBLEU, corpus[::-1]) == score_of(CorpusBLEU, corpus)
 
 
 def test_references_in_the_wrong_orientation_are_refused() -> None:

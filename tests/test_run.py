@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import json
 import math
 import os
@@ -118,12 +119,18 @@ def test_translations_stand_line_for_line(run: Path) -> None:
     assert lines[BLANK] == ""
     right = sum(line == reference for line, reference in zip(lines, GERMAN, strict=True))
     assert right >= 4
-    assert not any(mark in line for line in lines for mark in ("▁", "<s>", "</s>", "<unk>", "<pad>"))
+    assert not any(mark in line for line in lines for mark in ("▁", "@@", "⁇", "<s>", "</s>", "<unk>", "<pad>"))
 
 
 def test_a_score_comes_with_its_provenance(run: Path) -> None:
     facts = json.loads((run / "translations" / "test.json").read_text())
-    assert facts["sacrebleu"] == sacrebleu.__version__
+    assert facts["versions"]["sacrebleu"] == sacrebleu.__version__
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["precision"] == "32-true"
+    weights = run / "checkpoints" / "last.ckpt"
+    assert facts["checkpoint"] == str(weights)
+    assert facts["checkpoint_sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert facts["text_sha256"] == json.loads((run / "data.json").read_text())["test"]["sha256"]
     assert facts["lines"] == len(ENGLISH)
     assert facts["empty"] == 1
     assert facts["update"] == 60
@@ -161,6 +168,7 @@ METRICS = {
     *(f"activation_rms/{stack}/slope" for stack in STACKS),
     *(f"stability/{name}" for name in ("spikes", "spike_score/loss", "spike_score/gradient_norm", "diverged")),
     *(f"{split}/{name}" for split in ("val", "test") for name in ("loss", "nll", "bleu", "chrf")),
+    *(f"{split}/{name}" for split in ("val", "test") for name in ("lines", "empty", "truncated")),
     "test/chrf++",
     "test/ter",
     "test/bleu_word_by_word",
@@ -206,6 +214,7 @@ def test_weights_and_biases_has_every_number_that_the_table_has(run: Path) -> No
 def test_weights_and_biases_knows_the_stabilizers_and_the_signature(run: Path) -> None:
     config = wandb_file.config(run)
     assert config["stabilizer"]["placement"]["class_path"].endswith(".B2T")
+    assert (config["validation_lines"], config["test_lines"]) == (len(ENGLISH), len(ENGLISH))
     assert config["stabilizer"]["epsilon"]["init_args"] == {"value": 1e-5}
     assert config["decoder_stabilizer"]["placement"]["class_path"].endswith(".PostNorm")
     assert config["decoder_stabilizer"]["epsilon"]["init_args"] == {"value": 1e-4}
@@ -339,7 +348,8 @@ def test_testing_a_checkpoint_repeats_the_score_at_its_update(run: Path, text: T
             assert new["update"] == old["update"] == 60
             assert new["scores"] == {key: old["scores"][key] for key in ("bleu", "chrf", "chrf++", "ter")}
             assert new["samples"] == old["samples"]
-            assert new["checkpoint"] == flags[-1]
+            for key in ("text_sha256", "checkpoint", "checkpoint_sha256", "precision", "versions"):
+                assert new[key] == old[key]
     assert [row["step"] for row in rows(tested)] == [60]
     assert [row["trainer/global_step"] for row in wandb_file.history(tested)] == [60]
 

@@ -38,6 +38,11 @@ def results(trainer: lightning.Trainer, metrics: Mapping[str, Tensor]) -> Render
             for key, value in sorted(callback.summary().items()):
                 table.add_row(key, f"{value:.3g}")
     parts: list[RenderableType] = [table]
+    parts += [
+        Text(f"{name}: {found.faults}, of {len(found.lines):,} translations", style="yellow")
+        for name, found in evaluated.items()
+        if found.faults
+    ]
     signatures = [line for found in evaluated.values() for line in found.signatures.items()]
     parts += [Text(f"{name} {signature}", style="dim") for name, signature in dict.fromkeys(signatures)]
     for logger in trainer.loggers:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
@@ -19,6 +21,9 @@ ABOUT = """Score files of translations, line k of each the translation of line k
 command does. Of several files each is compared with the first: a small p says that chance alone would seldom make so
 great a difference."""
 
+NOT_UTF8 = re.compile("[\udc80-\udcff]")
+"""How `read_lines` hands on bytes that are not."""
+
 SCORES = get_args(ScoreName)
 
 TESTS = ("bootstrap", "randomization")
@@ -26,7 +31,7 @@ TESTS = ("bootstrap", "randomization")
 
 
 def texts_of(paths: Sequence[str]) -> list[list[str]]:
-    """The lines of files that belong together.
+    """The lines of files that belong together; bytes that are not UTF-8, which equal no letter, are told.
 
     Raises:
         UserError: a file that cannot be read or is empty, or files of different length.
@@ -40,6 +45,10 @@ def texts_of(paths: Sequence[str]) -> list[list[str]]:
             )
         if not lines:
             raise UserError(f"{path} is empty: give a file with a sentence on each line")
+        unread = [number for number, line in enumerate(lines, start=1) if NOT_UTF8.search(line)]
+        if unread:
+            told = f"{len(unread):,} of {len(lines):,} lines have bytes that are not UTF-8, line {unread[0]:,} first"
+            print(f"{path}: {told}", file=sys.stderr)
     return texts
 
 

@@ -186,9 +186,10 @@ class RunConfig(SaveConfigCallback):
         data = trainer.datamodule
         validation = pl_module.evaluations["val"].signatures(data.references.get("validation"))
         test = pl_module.evaluations["test"].signatures(data.references.get("test"))
+        lines = {f"{split}_lines": total for split, total in data.totals.items()}
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test})
+                logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test, **lines})
             if isinstance(logger, Narrator):
                 logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None))
 
@@ -416,6 +417,8 @@ class Command(LightningCLI):
         fitted = dict(self.trainer.callback_metrics)
         try:
             if self._get(self.config_init, "test_after_fit") and not self.trainer.interrupted:
+                saves = self.trainer.checkpoint_callback
+                self.model.saved_as = saves.now(self.trainer) if isinstance(saves, Checkpoints) else None
                 tested = self._average(self._get(self.config_init, "test_average"))
                 self.trainer.test(self.model, datamodule=self.datamodule, ckpt_path=tested, verbose=False)
         finally:
@@ -438,16 +441,41 @@ class Command(LightningCLI):
             )
 
     def _average(self, which: averaging.Which) -> Path | None:
-        """The checkpoint that the test after fit takes: an average where one is asked for; none: the final weights."""
-        if not which.count:
-            return None
-        place = Path(self.trainer.default_root_dir) / f"average_{str(which).replace(' ', '_')}.ckpt"
-        if self.trainer.is_global_zero:
-            chosen = averaging.choose(averaging.found([Path(self.trainer.checkpoint_callback.dirpath)]), which)
-            averaging.write(chosen, which, place)
-            print(f"tests the average of {len(chosen)} checkpoints, {place}", flush=True)
-        self.trainer.strategy.barrier()
-        return place
+        """The checkpoint that the test after fit takes: an average where one is asked for; none: the final weights.
+
+        It is of fewer where there are fewer. Training is done by now: what cannot be averaged ends nothing.
+        """
+        place = None
+        if which.count and self.trainer.is_global_zero:
+            try:
+                chosen = averaging.choose(self._states(which), which)
+                made = which.of(len(chosen))
+                place = Path(self.trainer.default_root_dir) / f"average_{str(made).replace(' ', '_')}.ckpt"
+                averaging.write(chosen, made, place)
+                fewer = "" if made == which else f" (test_average asks for {which.count})"
+                print(f"tests the average of {len(chosen)} checkpoints{fewer}, {place}", flush=True)
+            except UserError as error:
+                place = None
+                print(f"tests the final weights: {error}", flush=True)
+        return self.trainer.strategy.broadcast(place)
+
+    def _states(self, which: averaging.Which) -> list[averaging.Saved]:
+        """What can be averaged: the states of this run, and those up to where it went on from another.
+
+        Raises:
+            UserError: there is none, or one is damaged.
+        """
+        saves, before = self.trainer.checkpoint_callback, self._get(self.config_init, "ckpt_path")
+        if which.best:
+            paths = [path for path in map(Path, saves.best_k_models) if path.is_file()]
+            if not paths:
+                raise UserError(f"no checkpoint is ranked by {saves.monitor}")
+            return averaging.found(paths)
+        states = averaging.found([Path(saves.dirpath)])
+        if before is None or Path(before).parent.resolve() == Path(saves.dirpath).resolve():
+            return states
+        last = checkpoint.read(Path(before))["global_step"]
+        return states + [one for one in averaging.found([Path(before).parent]) if one.update <= last]
 
     def after_validate(self) -> None:
         self._report({})

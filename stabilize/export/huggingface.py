@@ -57,7 +57,7 @@ def write(task: TranslationTask, folder: Path) -> list[str]:
         bos_token_id=BEGIN,
         eos_token_id=END,
         pad_token_id=PAD,
-        suppress_tokens=[PAD, BEGIN],
+        suppress_tokens=[PAD, UNKNOWN, BEGIN],
         max_length=min(LONGEST, len(plain.decoder.positions)),
         num_beams=5,
         early_stopping="never",

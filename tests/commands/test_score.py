@@ -100,6 +100,28 @@ def test_empty_translations_score_nothing(folder: Path, capsys: pytest.CaptureFi
     assert (system["scores"]["bleu"], system["scores"]["chrf"]) == (0.0, 0.0)
 
 
+def test_bytes_that_are_not_utf8_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.encode() for line in texts()["one"]]
+    lines[4] += b" \xe4"
+    lines[9] += b" \xff\xfe"
+    (folder / "dirty").write_bytes(b"\n".join(lines) + b"\n")
+    assert main(["score", "dirty", "--reference", "one"]) == 0
+    output = capsys.readouterr()
+    assert "dirty: 2 of 40 lines have bytes that are not UTF-8, line 5 first" in output.err
+    assert "not UTF-8" not in output.out
+
+
+def test_text_that_was_not_detokenised_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By sacreBLEU itself, of BLEU, from a hundred lines on (FIELD_REPORTS 4.2)."""
+    for count in (99, 100):
+        (folder / "tokenised").write_text("der Hund läuft .\n" * count + "der Hund läuft.\n")
+        caplog.clear()
+        assert main(["score", "tokenised", "--reference", "tokenised"]) == 0
+        assert ("100 lines that end in a tokenized period" in caplog.text) == (count == 100)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -135,10 +135,12 @@ def test_the_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 # ---------------------------------------------------------------------- one hundred sentences
 
+DEEP_NORM: dict[str, Any] = {"residual": DeepNormResidual(), "initialization": DeepNormInit()}
 TRAINED = {
-    "pre_norm": Stabilizer(PreNorm(), warmup=Linear(20, 300)),
-    "deep_norm": Stabilizer(PostNorm(), DeepNormResidual(), initialization=DeepNormInit(), warmup=Linear(20, 300)),
+    "pre_norm": (Stabilizer(PreNorm(), warmup=Linear(20, 300)), 3e-3, 300),
+    "deep_norm": (Stabilizer(PostNorm(), **DEEP_NORM, warmup=Linear(60, 600)), 1.5e-3, 600),
 }
+"""What is trained, its learning rate, and for how many updates."""
 
 
 @pytest.fixture(scope="module", params=TRAINED)
@@ -147,10 +149,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     torch.manual_seed(1)
     data = SyntheticCorpus(train_pairs=3000, validation_pairs=LINES, test_pairs=4, vocabulary=300, batch_tokens=2048)
     shape = {"encoder_layers": 2, "decoder_layers": 2, "width": 64, "heads": 4, "hidden": 128, "dropout": 0.0}
-    optimizer = lambda parameters: torch.optim.Adam(parameters, lr=3e-3, betas=(0.9, 0.98))  # noqa: E731
-    task = TranslationTask(TRAINED[request.param], optimizer=optimizer, **shape)
+    stabilizer, rate, updates = TRAINED[request.param]
+    optimizer = lambda parameters: torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.98))  # noqa: E731
+    task = TranslationTask(stabilizer, optimizer=optimizer, **shape)
     folder = tmp_path_factory.mktemp(request.param)
-    small_trainer(folder, max_steps=300, log_every_n_steps=100, limit_val_batches=0).fit(task, datamodule=data)
+    small_trainer(folder, max_steps=updates, log_every_n_steps=100, limit_val_batches=0).fit(task, datamodule=data)
     text = data.read("validation")
     assert len(text) == LINES
     return task.eval(), list(text.source), list(text.target), folder
@@ -170,6 +173,7 @@ def by_ctranslate2(folder: Path, tokenizer: Tokenizer, lines: list[str], beam: i
         pieces.encode(lines, out_type=str),
         beam_size=beam,
         patience=2 if beam > 1 else 1,
+        disable_unk=True,
         max_decoding_length=LONGEST,
         max_batch_size=50,
     )
@@ -196,7 +200,7 @@ def test_one_hundred_sentences(trained: Any) -> None:
     sources, targets = [encode(line) for line in source], [encode(line) for line in target]
     expected = export.log_probabilities(task, sources, targets)
     loss = -sum(map(sum, expected)) / sum(map(len, expected))
-    assert loss < 2.5, "it has learnt something"
+    assert loss < 1.5, "it has learnt something"
     for kind, module in (("ctranslate2", to_ctranslate2), ("huggingface", to_huggingface)):
         export.export(task, kind, folder / kind)
         found = module.log_probabilities(folder / kind, sources, targets)
@@ -209,11 +213,24 @@ def test_one_hundred_sentences(trained: Any) -> None:
     }
     ids, text = by_transformers(folder / "huggingface", source, 1)
     assert text == [decode(row) for row in ids]
-    for translations in by.values():
-        assert same(translations(1), ours(task, source, 1)) >= 0.98
+    greedy, with_beam = ours(task, source, 1), ours(task, source, 5)
+    assert len(set(map(tuple, greedy))) == LINES, "equal translations of all sentences would say little"
+    for kind, translations in by.items():
+        assert translations(1) == greedy
         # Searches with a beam end at different moments, and find about equally good ones.
-        theirs, mine = (mean_score(task, sources, found) for found in (translations(5), ours(task, source, 5)))
-        assert theirs == pytest.approx(mine, abs=0.1)
+        found = translations(5)
+        scores = [mean_score(task, sources, side) for side in (found, with_beam)]
+        print(f"{kind}, beam 5: the same tokens in {same(found, with_beam):.0%}, mean scores {scores}")
+        assert same(found, with_beam) >= 0.75
+        assert scores[0] == pytest.approx(scores[1], abs=0.01)
+
+
+def test_one_hundred_sentences_by_safetensors(trained: Any) -> None:
+    task, source, _, folder = trained
+    export.export(task, "safetensors", folder / "safetensors")
+    again = safetensors.read(folder / "safetensors")
+    for beam in (1, 5):
+        assert ours(again, source, beam) == ours(task, source, beam)
 
 
 def mean_score(task: TranslationTask, sources: list[list[int]], found: list[list[int]]) -> float:
