@@ -198,13 +198,17 @@ class SpikeGuard(Monitor):
             "waiting": [(update.number, update.values.tolist()) for update in self._waiting],
             "lately": [update.state() for update in self._lately],
             "snapshots": [dict(vars(snapshot)) for snapshot in self._snapshots],
+            "begun": WatchedUpdate.plain(self._window),  # by an update that a validation has cut in two
+            "buffers": [buffer.clone() for buffer in self._buffers] if self._window else [],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.progress |= copy.deepcopy(state_dict["progress"])
-        # Of several ranks the checkpoint has the first one's batches.
-        known = [WatchedUpdate.from_state(state, self._ranks == 1) for state in state_dict.get("lately", [])]
+        mine = self._ranks == 1  # of several ranks the checkpoint has the first one's batches
+        self._window = WatchedUpdate.from_plain(state_dict.get("begun", []), mine)
+        self._buffers = state_dict.get("buffers", [])
+        known = [WatchedUpdate.from_state(state, mine) for state in state_dict.get("lately", [])]
         self._lately.extend(known)
         by_number = {update.number: update for update in known}
         for update, values in state_dict["waiting"]:
@@ -499,7 +503,7 @@ class SpikeGuard(Monitor):
         pl_module = trainer.lightning_module
         unscale(trainer, trainer.optimizers[0])  # which says to the scaler whether they overflowed
         self._let_go(pl_module)
-        window = [(given.batch, given.number, given.generators or {}) for given in update.window]
+        window = [(given.batch, given.number, given.generators) for given in update.window]
         rehearsal = Rehearsal()
         with suppress(RuntimeError):  # out of memory, or a kind of checkpointing that cannot: the event says less then
             rehearsal = Rehearsal.of(trainer, pl_module, window)

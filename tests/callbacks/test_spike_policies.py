@@ -19,13 +19,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
-from stabilize.callbacks import SpikeGuard, WeightAverage
+from stabilize.callbacks import Checkpoints, SpikeGuard, WeightAverage
 from stabilize.callbacks.events import COLUMNS
 from stabilize.callbacks.rehearsal import block_of
 from stabilize.callbacks.snapshot import Snapshot, slow_down
 from stabilize.callbacks.spike_guard import OVERFLOWS, PROFILE
 from stabilize.commands import training
 from stabilize.data import SyntheticCorpus
+from stabilize.data.pairs import Pairs
+from stabilize.decoding import BeamSearch
 from stabilize.errors import TrainingStoppedError, UserError
 from stabilize.model.layer import compiled_run
 from stabilize.strategies import (
@@ -46,6 +48,7 @@ from tests.callbacks.test_spike_guard import Scripted, curve, run
 from tests.callbacks.tiny import hooks, loader, records, trainer
 from tests.checkout import ROOT
 from tests.tasks import ENGLISH, GERMAN, Sentences, fit, rows, sentence_batch, small_task, small_trainer
+from tests.tasks import curve as logged_curve
 
 BAD = 5
 """The update that is poisoned."""
@@ -383,6 +386,42 @@ def test_a_resumed_run_does_the_same(tmp_path: Path, policy: str, at: int) -> No
     later = [event for event in events(tmp_path / "whole") if event["update"] > at]
     assert events(tmp_path / "resumed") == later
     assert len(later) == sum(update > at for update in poison)
+
+
+@pytest.mark.parametrize(("policy", "batch"), [("skip", 0), ("rollback", 1)])
+def test_a_bad_update_that_a_validation_has_cut_in_two(tmp_path: Path, policy: str, batch: int) -> None:
+    """Nothing of its first half is left either, and it is in the event, but for what a batch that is gone put out."""
+    poison, saved = {3: "nan"}, tmp_path / "saved"
+    short = BeamSearch(beam=1, maximum_ratio=0.1, maximum_extra=2)
+
+    def fitted(folder: Path, **options: Any) -> tuple[Any, SpikeGuard, list[dict[str, Any]]]:
+        one, other = (Stabilizer(norm=norm, warmup=Noam(4)) for norm in (MaskedBatchNorm(), PowerNorm(warmup=0)))
+        task = small_task(one, decoder_stabilizer=other, optimizer=ADAM, validation_search=short)
+        watching = guard(policy)
+        settings = {"accumulate_grad_batches": 2, "val_check_interval": 5, "limit_val_batches": 1, "max_steps": 6}
+        settings |= {"log_every_n_steps": 3, "enable_checkpointing": True}
+        data = Sentences({"train": Pairs([*ENGLISH] * 4, [*GERMAN] * 4)})
+        keeps = Checkpoints(every=0, keep_last=99, dirpath=saved if not options else folder)
+        made = small_trainer(folder, watching, Poison(poison, batch=batch), keeps, **settings)
+        made.fit(task, datamodule=data, **options)
+        return task, watching, events(folder)
+
+    task, watching, (event,) = fitted(tmp_path / "whole")
+    states = {path: torch.load(path, weights_only=True) for path in saved.glob("last*")}
+    (cut,) = (path for path, state in states.items() if state["window"] is not None and state["global_step"] == 2)
+    again, same, (late,) = fitted(tmp_path / "resumed", ckpt_path=cut)
+    assert equal(dict(again.state_dict()), dict(task.state_dict()))
+    assert same.progress == watching.progress
+    assert len(event["ranks"][0]["batches"]) == 2
+    if batch == 0:
+        assert late["first_not_finite"]["what"] == "gradient by the weights"
+        for gone in (event, late):
+            gone["ranks"][0] |= {"texts": [], "first_not_finite": None}
+            gone |= {"first_not_finite": None, "activation_rms": {}, "sentence": ""}
+    assert late == event
+    losses = [logged_curve(tmp_path / name, "train/loss") for name in ("whole", "resumed")]
+    assert losses[0] == losses[1]
+    assert list(losses[0]) == [2, 5]
 
 
 # ---------------------------------------------------------------------- what is written down
