@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stabilize import generators, stats
 from stabilize.callbacks import events
 from stabilize.callbacks.monitor import Monitor, step_of
-from stabilize.callbacks.rehearsal import Rehearsal
+from stabilize.callbacks.rehearsal import Rehearsal, block_of
 from stabilize.callbacks.snapshot import Snapshot, slow_down
 from stabilize.callbacks.watched_update import WatchedUpdate
 from stabilize.errors import TrainingStoppedError, UserError
@@ -170,7 +170,7 @@ class SpikeGuard(Monitor):
         self._snapshots: list[Snapshot] = []
         self._put_back = False
         self._ranks = 1
-        self._events: list[dict[str, Any]] = []
+        self._table: list[list[str]] = []
         self._unsent: int | None = None
 
     @property
@@ -198,6 +198,7 @@ class SpikeGuard(Monitor):
             "waiting": [(update.number, update.values.tolist()) for update in self._waiting],
             "lately": [update.state() for update in self._lately],
             "snapshots": [dict(vars(snapshot)) for snapshot in self._snapshots],
+            "table": self._table,
             "begun": WatchedUpdate.plain(self._window),  # by an update that a validation has cut in two
             "buffers": [buffer.clone() for buffer in self._buffers] if self._window else [],
         }
@@ -205,6 +206,7 @@ class SpikeGuard(Monitor):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.progress |= copy.deepcopy(state_dict["progress"])
+        self._table = state_dict.get("table", [])
         mine = self._ranks == 1  # of several ranks the checkpoint has the first one's batches
         self._window = WatchedUpdate.from_plain(state_dict.get("begun", []), mine)
         self._buffers = state_dict.get("buffers", [])
@@ -398,6 +400,7 @@ class SpikeGuard(Monitor):
         """The alarm of a jump of the curve called `words`, with the values before it."""
         if not math.isfinite(value):
             cure = f": training has diverged; go back to an earlier checkpoint; {CURES} would do"
+            cure += "" if self.acts else "; policy: skip, rollback or stop looks for the module"
             return _Alarm(update, "not finite", f"the {words} is {value}", cure)
         said = f"the {words} jumped to {value:.4g}, {deviations:.1f} standard deviations off its mean of late"
         cure = "; clipping (model.clipping: ZClip), a longer warm-up or a lower learning rate smooth such jumps"
@@ -440,8 +443,8 @@ class SpikeGuard(Monitor):
             event["sentence"] += alarm.cure if action == "reported" else f"; {done}"
             sentence = f"update {alarm.update:,}: {event['sentence']}"
             if trainer.is_global_zero:
-                events.publish(trainer, event, self._events)
-                self._events.append(event)
+                self._table = [*self._table, events.row(event)][-events.ROWS :]
+                events.publish(trainer, event, self._table)
                 if not again and action != "stopped":
                     print(sentence, flush=True)
             if not again:
@@ -532,20 +535,18 @@ class SpikeGuard(Monitor):
         ranks = [self._of_this_rank(trainer, update, rehearsal)] * (trainer.world_size if together else 1)
         if together:
             torch.distributed.all_gather_object(ranks, ranks[0])
-        profile = []
+        profile: list[dict[str, Any]] = []
         if together or trainer.world_size == 1:  # to put shards together takes all ranks
             profile = [{"update": one.number, "gradient_norm": one.by_layer()} for one in self._until(update)]
         first = next((rank["first_not_finite"] for rank in ranks if rank["first_not_finite"]), None)
-        if first is None and alarm.kind == "not finite" and rehearsal is not None:
-            broken = (name for name, norm in update.by_layer().items() if not math.isfinite(norm))
-            first = {"module": next(broken, None), "what": "gradient by the weights"}
-            first = first if first["module"] else None
-        loss, norm = update.values.tolist()
         where = f", first in the {first['what']} of {first['module']}" if first else ""
+        if first is None and alarm.kind == "not finite" and profile:
+            first, where = self._of_gradients(profile[-1]["gradient_norm"])
+        loss, norm = update.values.tolist()
         return {
             "update": alarm.update,
             "kind": alarm.kind,
-            "sentence": alarm.said + where + ("" if action == "reported" else _whose(ranks, first)),
+            "sentence": alarm.said + where + (_whose(ranks, first) if alarm.kind in ("not finite", "spike") else ""),
             "policy": self.policy,
             "action": action,
             "back_to": self.progress["back_to"] if action == "rolled back" else None,
@@ -582,6 +583,20 @@ class SpikeGuard(Monitor):
             ],
             "first_not_finite": first and {"rank": trainer.global_rank, **first},
         }
+
+    def _of_gradients(self, norms: dict[str, float]) -> tuple[dict[str, str] | None, str]:
+        """Where the gradient of the weights is not finite, as an event has it and in words, from its norm by layer.
+
+        A backward that begins well meets the last of these layers first; where all are, none can be told.
+        """
+        layers = dict.fromkeys(block_of(name) for name in self._names.values())  # in the module's order
+        broken = [layer for layer in layers if not math.isfinite(norms.get(layer, 0.0))]
+        if not broken:
+            return None, ""
+        if len(broken) == len(norms):
+            return None, ", and no layer has a finite gradient"
+        where = f", and the gradients of {len(broken)} of {len(norms)} layers are not finite, the last {broken[-1]}"
+        return {"module": broken[-1], "what": "gradient by the weights"}, where
 
     def _until(self, update: WatchedUpdate) -> list[WatchedUpdate]:
         """The update and those shortly before it."""

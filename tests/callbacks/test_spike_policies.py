@@ -20,7 +20,6 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
 from stabilize.callbacks import Checkpoints, SpikeGuard, WeightAverage
-from stabilize.callbacks.events import COLUMNS
 from stabilize.callbacks.rehearsal import block_of
 from stabilize.callbacks.snapshot import Snapshot, slow_down
 from stabilize.callbacks.spike_guard import OVERFLOWS, PROFILE
@@ -383,6 +382,7 @@ def test_a_resumed_run_does_the_same(tmp_path: Path, policy: str, at: int) -> No
     resumed, second = fitted(tmp_path / "resumed", ckpt_path=tmp_path / "saved" / f"step={at}.ckpt")
     assert equal(dict(resumed.state_dict()), dict(whole.state_dict()))
     assert second.progress == first.progress
+    assert second.state_dict()["table"] == first.state_dict()["table"]
     later = [event for event in events(tmp_path / "whole") if event["update"] > at]
     assert events(tmp_path / "resumed") == later
     assert len(later) == sum(update > at for update in poison)
@@ -414,7 +414,8 @@ def test_a_bad_update_that_a_validation_has_cut_in_two(tmp_path: Path, policy: s
     assert same.progress == watching.progress
     assert len(event["ranks"][0]["batches"]) == 2
     if batch == 0:
-        assert late["first_not_finite"]["what"] == "gradient by the weights"
+        assert late["first_not_finite"] is None
+        assert "no layer has a finite gradient" in late["sentence"]
         for gone in (event, late):
             gone["ranks"][0] |= {"texts": [], "first_not_finite": None}
             gone |= {"first_not_finite": None, "activation_rms": {}, "sentence": ""}
@@ -493,8 +494,12 @@ def test_weights_and_biases_gets_a_table_of_all_events(tmp_path: Path) -> None:
         json.loads(path.read_text()) for path in tmp_path.glob("wandb/offline-*/files/media/table/events_*.table.json")
     ]
     (whole,) = (table for table in tables if len(table["data"]) == 2)
-    found = [dict(zip(whole["columns"], row, strict=True)) for row in whole["data"]]
-    assert found == [{name: str(event[name]) for name in COLUMNS} for event in events(tmp_path)]
+    assert [dict(zip(whole["columns"], row, strict=True)) for row in whole["data"]] == [
+        {name: str(event[name]) for name in ("update", "kind", "action", "loss", "gradient_norm", "sentence")}
+        | {name: json.dumps([event["ranks"][0][name]]) for name in ("batches", "sentences")}
+        | {"profile": json.dumps(event["profile"])}
+        for event in events(tmp_path)
+    ]
     row = [row for row in wandb_file.history(tmp_path) if "stability/skipped_updates" in row][-1]
     assert (row["trainer/global_step"], row["stability/skipped_updates"]) == (7, 2)
 
@@ -511,6 +516,28 @@ def test_a_report_has_the_sentences_of_each_jump(tmp_path: Path, capsys: Any) ->
         assert event["policy"] == "report"
         assert event["action"] == "reported"
     assert len([line for line in capsys.readouterr().out.splitlines() if "deviations" in line]) == 1
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinite"])
+def test_a_report_names_the_sentences_and_what_the_gradients_tell(tmp_path: Path, kind: str, capsys: Any) -> None:
+    """At its next look, the batch is gone and the weights have moved. An infinite gradient arises before a decoder's
+    last branch, whose weights and all that come before it in the model have it; what comes after has not."""
+    given = batches(10)
+    train(tmp_path, given, guard("report", every=10), Poison({BAD: kind}))
+    event = events(tmp_path)[0]
+    assert (event["update"], event["kind"], event["action"]) == (BAD, "not finite", "reported")
+    said = capsys.readouterr().out.splitlines()[0]
+    ids = given[BAD - 1].index.tolist()
+    assert f"(sentences {', '.join(map(str, ids))})" in said
+    assert "policy: skip, rollback or stop looks for the module" in said
+    broken = [name for name, norm in event["profile"][-1]["gradient_norm"].items() if not math.isfinite(float(norm))]
+    if kind == "nan":
+        assert "the loss is nan, and no layer has a finite gradient" in said
+        assert event["first_not_finite"] is None
+    else:
+        assert "layers are not finite, the last model.decoder.layers.0" in said
+        assert event["first_not_finite"] == {"module": "model.decoder.layers.0", "what": "gradient by the weights"}
+        assert "model.decoder.end" not in broken
 
 
 # ---------------------------------------------------------------------- snapshots
