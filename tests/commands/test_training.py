@@ -306,6 +306,7 @@ def callbacks(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[type]:
 
 
 def test_a_second_list_of_callbacks_leaves_the_commands_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches and saves is in no list that a config could replace (FIELD_REPORTS 2.14)."""
     for name, callback in (("one", "Timer"), ("two", "LearningRateMonitor")):
         (here / f"{name}.yaml").write_text(f"trainer: {{callbacks: [{callback}]}}\n")
     (here / "more.yaml").write_text("trainer: {callbacks+: [LearningRateMonitor]}\n")
@@ -323,6 +324,7 @@ def test_a_second_list_of_callbacks_leaves_the_commands_own(here: Path, monkeypa
 def test_environment_variables_set_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As README says (FIELD_REPORTS 2.15)."""
     for prefix in ("PL", "STABILIZE"):
         monkeypatch.setenv(f"{prefix}_FIT__TRAINER__MAX_STEPS", "77")
         monkeypatch.setenv(f"{prefix}_TRAINER__MAX_STEPS", "77")
@@ -665,7 +667,8 @@ def without_input(command: list[str], environment: dict[str, str]) -> tuple[int,
 
 @pytest.mark.parametrize("way", ["script", "module", "file"])
 def test_a_strategy_beside_the_config_and_nobody_to_ask(way: str, here: Path) -> None:
-    """Without a W&B key: the script under a terminal, the module and its file with their input closed."""
+    """Without a W&B key: the script under a terminal, the module and its file with their input closed
+    (FIELD_REPORTS 2.13)."""
     (here / "configs").mkdir()
     (here / "configs" / "beside.py").write_text(STRATEGY)
     (here / "configs" / "beside.yaml").write_text("model: {stabilizer: {residual: beside.Tenfold}}\n")
