@@ -110,7 +110,7 @@ class SpikeGuard(Monitor):
         learning_rate_factor: of each rollback, on all learning rates from then on.
 
     Raises:
-        UserError: if a number is too small, or weights are sharded under `rollback`.
+        UserError: if a number is too small, a policy that acts is switched off, or `rollback` meets sharded weights.
         TrainingStoppedError: by `stop`, or where patience has an end.
     """
 
@@ -127,6 +127,8 @@ class SpikeGuard(Monitor):
         learning_rate_factor: float = 1.0,
     ) -> None:
         super().__init__(every)
+        if every == 0 and policy != "report":
+            raise UserError(f"every: 0 switches the guard off, which policy: {policy} needs; every: 10 would do")
         if not deviations > 0:
             raise UserError(f"deviations: {deviations} is no distance; a number above 0, such as 7, would do")
         if window < 10:
@@ -176,7 +178,7 @@ class SpikeGuard(Monitor):
     @property
     def acts(self) -> bool:
         """Whether an update is judged before it is made."""
-        return self.every > 0 and self.policy != "report"
+        return self.policy != "report"
 
     def summary(self) -> dict[str, float]:
         """Return the last numbers."""
@@ -186,7 +188,7 @@ class SpikeGuard(Monitor):
         super().setup(trainer, pl_module, stage)
         if self.every:
             self._ranks = trainer.world_size
-        if self.every and self.policy == "rollback" and isinstance(trainer.strategy, ModelParallelStrategy):
+        if self.policy == "rollback" and isinstance(trainer.strategy, ModelParallelStrategy):
             raise UserError(
                 "policy: rollback keeps whole copies of the weights, which ModelParallelStrategy shards; "
                 "policy: skip, or strategy: ddp, would do"
@@ -229,7 +231,7 @@ class SpikeGuard(Monitor):
     ) -> None:
         if not self.every:
             return
-        if self.acts and not self._window:
+        if self.acts and not (self._window and self._buffers):  # none are in a checkpoint of `report`
             self._buffers = [buffer.detach().clone() for buffer in pl_module.buffers()]
         before = generators.state() if self.acts else None
         self._window.append(WatchedUpdate.given(batch, batch_idx, before))
@@ -264,7 +266,7 @@ class SpikeGuard(Monitor):
             self._look(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not self.every or self.policy != "rollback" or trainer.fit_loop._should_accumulate():
+        if self.policy != "rollback" or trainer.fit_loop._should_accumulate():
             return
         update, rolled_back_at = step_of(trainer) + 1, self.progress["rolled_back_at"]
         if self._put_back and self._snapshots:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 import wandb
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.amp import GradScaler
 
 from stabilize.callbacks import Checkpoints, SpikeGuard, WeightAverage
@@ -362,6 +364,25 @@ def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path) -> None:
     assert [text["sentence"] for text in event["ranks"][1]["texts"]] == sentences[1][0]
 
 
+def test_weights_that_are_sharded_are_not_rolled_back(tmp_path: Path) -> None:
+    made = small_trainer(tmp_path, devices=2, strategy=ModelParallelStrategy(2, 1, process_group_backend="gloo"))
+    with pytest.raises(UserError, match=r"policy: rollback keeps whole copies .* policy: skip, or strategy: ddp, "):
+        guard("rollback").setup(made, small_task(), "fit")
+    guard("skip").setup(made, small_task(), "fit")
+
+
+@pytest.mark.soak
+def test_an_update_of_sharded_weights_is_skipped(tmp_path: Path) -> None:
+    """FSDP2, two processes, the poison in one of them: what is gone on with is what the update before came to."""
+    command = [sys.executable, "-m", "tests.callbacks.sharded", str(tmp_path), "skip"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    (event,) = events(tmp_path)
+    assert (event["update"], event["action"]) == (2, "skipped")
+    moved = [json.loads((tmp_path / f"moved_{rank}.json").read_text()) for rank in (0, 1)]
+    assert moved == [[True, False, True]] * 2
+
+
 # ---------------------------------------------------------------------- one wild batch
 
 
@@ -420,28 +441,27 @@ def test_a_resumed_run_does_the_same(tmp_path: Path, policy: str, at: int) -> No
     assert len(later) == sum(update > at for update in poison)
 
 
+def cut(folder: Path, policy: str, batch: int, **options: Any) -> tuple[Any, SpikeGuard, list[dict[str, Any]], Path]:
+    """Six updates, the third of which a validation cuts in two and one of its batches spoils; the state in between."""
+    one, other = (Stabilizer(norm=norm, warmup=Noam(4)) for norm in (MaskedBatchNorm(), PowerNorm(warmup=0)))
+    short = BeamSearch(beam=1, maximum_ratio=0.1, maximum_extra=2)
+    task = small_task(one, decoder_stabilizer=other, optimizer=ADAM, validation_search=short)
+    watching, poison = guard(policy), Poison({3: "nan"}, batch=batch)
+    saves = Checkpoints(every=0, keep_last=99, dirpath=folder / "saved")
+    settings = {"accumulate_grad_batches": 2, "val_check_interval": 5, "limit_val_batches": 1, "max_steps": 6}
+    settings |= {"log_every_n_steps": 3, "enable_checkpointing": True}
+    data = Sentences({"train": Pairs([*ENGLISH] * 4, [*GERMAN] * 4)})
+    small_trainer(folder, watching, poison, saves, **settings).fit(task, datamodule=data, **options)
+    states = {path: torch.load(path, weights_only=True) for path in (folder / "saved").glob("last*")}
+    between = [path for path, state in states.items() if state["window"] is not None and state["global_step"] == 2]
+    return task, watching, events(folder), (between or [folder])[0]
+
+
 @pytest.mark.parametrize(("policy", "batch"), [("skip", 0), ("rollback", 1)])
 def test_a_bad_update_that_a_validation_has_cut_in_two(tmp_path: Path, policy: str, batch: int) -> None:
     """Nothing of its first half is left either, and it is in the event, but for what a batch that is gone put out."""
-    poison, saved = {3: "nan"}, tmp_path / "saved"
-    short = BeamSearch(beam=1, maximum_ratio=0.1, maximum_extra=2)
-
-    def fitted(folder: Path, **options: Any) -> tuple[Any, SpikeGuard, list[dict[str, Any]]]:
-        one, other = (Stabilizer(norm=norm, warmup=Noam(4)) for norm in (MaskedBatchNorm(), PowerNorm(warmup=0)))
-        task = small_task(one, decoder_stabilizer=other, optimizer=ADAM, validation_search=short)
-        watching = guard(policy)
-        settings = {"accumulate_grad_batches": 2, "val_check_interval": 5, "limit_val_batches": 1, "max_steps": 6}
-        settings |= {"log_every_n_steps": 3, "enable_checkpointing": True}
-        data = Sentences({"train": Pairs([*ENGLISH] * 4, [*GERMAN] * 4)})
-        keeps = Checkpoints(every=0, keep_last=99, dirpath=saved if not options else folder)
-        made = small_trainer(folder, watching, Poison(poison, batch=batch), keeps, **settings)
-        made.fit(task, datamodule=data, **options)
-        return task, watching, events(folder)
-
-    task, watching, (event,) = fitted(tmp_path / "whole")
-    states = {path: torch.load(path, weights_only=True) for path in saved.glob("last*")}
-    (cut,) = (path for path, state in states.items() if state["window"] is not None and state["global_step"] == 2)
-    again, same, (late,) = fitted(tmp_path / "resumed", ckpt_path=cut)
+    task, watching, (event,), state = cut(tmp_path / "whole", policy, batch)
+    again, same, (late,), _ = cut(tmp_path / "resumed", policy, batch, ckpt_path=state)
     assert equal(dict(again.state_dict()), dict(task.state_dict()))
     assert same.progress == watching.progress
     assert len(event["ranks"][0]["batches"]) == 2
@@ -455,6 +475,14 @@ def test_a_bad_update_that_a_validation_has_cut_in_two(tmp_path: Path, policy: s
     losses = [logged_curve(tmp_path / name, "train/loss") for name in ("whole", "resumed")]
     assert losses[0] == losses[1]
     assert list(losses[0]) == [2, 5]
+
+
+def test_a_policy_may_begin_to_act_in_such_an_update(tmp_path: Path) -> None:
+    *_, state = cut(tmp_path / "whole", "report", 1)
+    again, _, (event,), _ = cut(tmp_path / "resumed", "skip", 1, ckpt_path=state)
+    assert event["action"] == "skipped"
+    assert len(event["ranks"][0]["batches"]) == 2
+    assert all(value.isfinite().all() for value in again.state_dict().values())
 
 
 # ---------------------------------------------------------------------- what is written down
@@ -643,10 +671,17 @@ def test_a_lower_rate_stays_lower_whatever_the_schedule(make: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"back": 0}, {"patience": -1}, {"learning_rate_factor": 0.0}, {"learning_rate_factor": 2.0}]
+    "wrong",
+    [
+        {"back": 0},
+        {"patience": -1},
+        {"learning_rate_factor": 0.0},
+        {"learning_rate_factor": 2.0},
+        *({"every": 0, "policy": policy} for policy in ("skip", "rollback", "stop")),
+    ],
 )
 def test_wrong_settings_of_a_policy_are_named(wrong: dict[str, Any]) -> None:
-    (name,) = wrong
+    name, *_ = wrong
     with pytest.raises(UserError, match=f"{name}: "):
         SpikeGuard(**wrong)
 
