@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
 import json
@@ -450,6 +451,20 @@ def test_a_disk_that_is_full(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     *_, line = capsys.readouterr().err.splitlines()
     assert re.match(r"error: .*runs/\S+ cannot be (written|used): File too large", line), line
     assert not list(here.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_place_where_one_may_not_write(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def refuse(folder: Path, *_: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(["fit", "--config=tiny.yaml", "--trainer.logger=false"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    said = f"cannot be used: {os.strerror(number)}; trainer.default_root_dir names another place"
+    assert re.fullmatch(rf"error: the folder runs/\S+ {said}", line), line
 
 
 def test_weights_and_biases_cannot_be_imported(
