@@ -39,12 +39,16 @@ class Rehearsal:
 
     @classmethod
     def of(
-        cls, trainer: pl.Trainer, pl_module: pl.LightningModule, window: Sequence[tuple[Any, int, dict[str, Any]]]
+        cls,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        window: Sequence[tuple[Any, int, dict[str, Any] | None]],
     ) -> Rehearsal:
         """Run `training_step` and its backward again, with the same random numbers; no gradient is left behind.
 
         Args:
-            window: batch, its number, and the random generators before it, of each batch of the update.
+            window: batch, its number, and the random generators before it, of each batch of the update; those without
+                generators were before a resume and are gone.
         """
         found = cls()
         with _in_silence(pl_module), ExitStack() as after:
@@ -52,6 +56,8 @@ class Rehearsal:
             uncompiled.begin(found)
             after.callback(uncompiled.end, found)
             for number, (batch, batch_idx, before) in enumerate(window):
+                if before is None:
+                    continue
                 generators.restore(before)
                 seen = _Seen(pl_module)
                 try:

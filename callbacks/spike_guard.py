@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from stabilize import generators, stats
 from stabilize.callbacks import events
 from stabilize.callbacks.monitor import Monitor, step_of
-from stabilize.callbacks.rehearsal import Rehearsal
+from stabilize.callbacks.rehearsal import Rehearsal, block_of
 from stabilize.callbacks.snapshot import Snapshot, slow_down
 from stabilize.callbacks.watched_update import WatchedUpdate
 from stabilize.errors import TrainingStoppedError, UserError
@@ -110,7 +110,7 @@ class SpikeGuard(Monitor):
         learning_rate_factor: of each rollback, on all learning rates from then on.
 
     Raises:
-        UserError: if a number is too small, or weights are sharded under `rollback`.
+        UserError: if a number is too small, a policy that acts is switched off, or `rollback` meets sharded weights.
         TrainingStoppedError: by `stop`, or where patience has an end.
     """
 
@@ -127,6 +127,8 @@ class SpikeGuard(Monitor):
         learning_rate_factor: float = 1.0,
     ) -> None:
         super().__init__(every)
+        if every == 0 and policy != "report":
+            raise UserError(f"every: 0 switches the guard off, which policy: {policy} needs; every: 10 would do")
         if not deviations > 0:
             raise UserError(f"deviations: {deviations} is no distance; a number above 0, such as 7, would do")
         if window < 10:
@@ -170,13 +172,13 @@ class SpikeGuard(Monitor):
         self._snapshots: list[Snapshot] = []
         self._put_back = False
         self._ranks = 1
-        self._events: list[dict[str, Any]] = []
+        self._table: list[list[str]] = []
         self._unsent: int | None = None
 
     @property
     def acts(self) -> bool:
         """Whether an update is judged before it is made."""
-        return self.every > 0 and self.policy != "report"
+        return self.policy != "report"
 
     def summary(self) -> dict[str, float]:
         """Return the last numbers."""
@@ -186,7 +188,7 @@ class SpikeGuard(Monitor):
         super().setup(trainer, pl_module, stage)
         if self.every:
             self._ranks = trainer.world_size
-        if self.every and self.policy == "rollback" and isinstance(trainer.strategy, ModelParallelStrategy):
+        if self.policy == "rollback" and isinstance(trainer.strategy, ModelParallelStrategy):
             raise UserError(
                 "policy: rollback keeps whole copies of the weights, which ModelParallelStrategy shards; "
                 "policy: skip, or strategy: ddp, would do"
@@ -198,13 +200,19 @@ class SpikeGuard(Monitor):
             "waiting": [(update.number, update.values.tolist()) for update in self._waiting],
             "lately": [update.state() for update in self._lately],
             "snapshots": [dict(vars(snapshot)) for snapshot in self._snapshots],
+            "table": self._table,
+            "begun": WatchedUpdate.plain(self._window),  # by an update that a validation has cut in two
+            "buffers": [buffer.clone() for buffer in self._buffers] if self._window else [],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.progress |= copy.deepcopy(state_dict["progress"])
-        # Of several ranks the checkpoint has the first one's batches.
-        known = [WatchedUpdate.from_state(state, self._ranks == 1) for state in state_dict.get("lately", [])]
+        self._table = state_dict.get("table", [])
+        mine = self._ranks == 1  # of several ranks the checkpoint has the first one's batches
+        self._window = WatchedUpdate.from_plain(state_dict.get("begun", []), mine)
+        self._buffers = state_dict.get("buffers", [])
+        known = [WatchedUpdate.from_state(state, mine) for state in state_dict.get("lately", [])]
         self._lately.extend(known)
         by_number = {update.number: update for update in known}
         for update, values in state_dict["waiting"]:
@@ -223,7 +231,7 @@ class SpikeGuard(Monitor):
     ) -> None:
         if not self.every:
             return
-        if self.acts and not self._window:
+        if self.acts and not (self._window and self._buffers):  # none are in a checkpoint of `report`
             self._buffers = [buffer.detach().clone() for buffer in pl_module.buffers()]
         before = generators.state() if self.acts else None
         self._window.append(WatchedUpdate.given(batch, batch_idx, before))
@@ -258,7 +266,7 @@ class SpikeGuard(Monitor):
             self._look(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        if not self.every or self.policy != "rollback" or trainer.fit_loop._should_accumulate():
+        if self.policy != "rollback" or trainer.fit_loop._should_accumulate():
             return
         update, rolled_back_at = step_of(trainer) + 1, self.progress["rolled_back_at"]
         if self._put_back and self._snapshots:
@@ -394,6 +402,7 @@ class SpikeGuard(Monitor):
         """The alarm of a jump of the curve called `words`, with the values before it."""
         if not math.isfinite(value):
             cure = f": training has diverged; go back to an earlier checkpoint; {CURES} would do"
+            cure += "" if self.acts else "; policy: skip, rollback or stop looks for the module"
             return _Alarm(update, "not finite", f"the {words} is {value}", cure)
         said = f"the {words} jumped to {value:.4g}, {deviations:.1f} standard deviations off its mean of late"
         cure = "; clipping (model.clipping: ZClip), a longer warm-up or a lower learning rate smooth such jumps"
@@ -436,8 +445,8 @@ class SpikeGuard(Monitor):
             event["sentence"] += alarm.cure if action == "reported" else f"; {done}"
             sentence = f"update {alarm.update:,}: {event['sentence']}"
             if trainer.is_global_zero:
-                events.publish(trainer, event, self._events)
-                self._events.append(event)
+                self._table = [*self._table, events.row(event)][-events.ROWS :]
+                events.publish(trainer, event, self._table)
                 if not again and action != "stopped":
                     print(sentence, flush=True)
             if not again:
@@ -499,7 +508,7 @@ class SpikeGuard(Monitor):
         pl_module = trainer.lightning_module
         unscale(trainer, trainer.optimizers[0])  # which says to the scaler whether they overflowed
         self._let_go(pl_module)
-        window = [(given.batch, given.number, given.generators or {}) for given in update.window]
+        window = [(given.batch, given.number, given.generators) for given in update.window]
         rehearsal = Rehearsal()
         with suppress(RuntimeError):  # out of memory, or a kind of checkpointing that cannot: the event says less then
             rehearsal = Rehearsal.of(trainer, pl_module, window)
@@ -528,20 +537,18 @@ class SpikeGuard(Monitor):
         ranks = [self._of_this_rank(trainer, update, rehearsal)] * (trainer.world_size if together else 1)
         if together:
             torch.distributed.all_gather_object(ranks, ranks[0])
-        profile = []
+        profile: list[dict[str, Any]] = []
         if together or trainer.world_size == 1:  # to put shards together takes all ranks
             profile = [{"update": one.number, "gradient_norm": one.by_layer()} for one in self._until(update)]
         first = next((rank["first_not_finite"] for rank in ranks if rank["first_not_finite"]), None)
-        if first is None and alarm.kind == "not finite" and rehearsal is not None:
-            broken = (name for name, norm in update.by_layer().items() if not math.isfinite(norm))
-            first = {"module": next(broken, None), "what": "gradient by the weights"}
-            first = first if first["module"] else None
-        loss, norm = update.values.tolist()
         where = f", first in the {first['what']} of {first['module']}" if first else ""
+        if first is None and alarm.kind == "not finite" and profile:
+            first, where = self._of_gradients(profile[-1]["gradient_norm"])
+        loss, norm = update.values.tolist()
         return {
             "update": alarm.update,
             "kind": alarm.kind,
-            "sentence": alarm.said + where + ("" if action == "reported" else _whose(ranks, first)),
+            "sentence": alarm.said + where + (_whose(ranks, first) if alarm.kind in ("not finite", "spike") else ""),
             "policy": self.policy,
             "action": action,
             "back_to": self.progress["back_to"] if action == "rolled back" else None,
@@ -578,6 +585,20 @@ class SpikeGuard(Monitor):
             ],
             "first_not_finite": first and {"rank": trainer.global_rank, **first},
         }
+
+    def _of_gradients(self, norms: dict[str, float]) -> tuple[dict[str, str] | None, str]:
+        """Where the gradient of the weights is not finite, as an event has it and in words, from its norm by layer.
+
+        A backward that begins well meets the last of these layers first; where all are, none can be told.
+        """
+        layers = dict.fromkeys(block_of(name) for name in self._names.values())  # in the module's order
+        broken = [layer for layer in layers if not math.isfinite(norms.get(layer, 0.0))]
+        if not broken:
+            return None, ""
+        if len(broken) == len(norms):
+            return None, ", and no layer has a finite gradient"
+        where = f", and the gradients of {len(broken)} of {len(norms)} layers are not finite, the last {broken[-1]}"
+        return {"module": broken[-1], "what": "gradient by the weights"}, where
 
     def _until(self, update: WatchedUpdate) -> list[WatchedUpdate]:
         """The update and those shortly before it."""

@@ -48,22 +48,29 @@ class WatchedUpdate:
         sentences = index if isinstance(index, Tensor) else None
         return _Given(number, sentences, None if generators is None else batch, generators)
 
+    @staticmethod
+    def plain(window: list[_Given]) -> list[tuple[int, list[int] | None]]:
+        """Batches in plain values: the number and the sentences of each; checkpoints hold them."""
+        return [(given.number, None if given.sentences is None else given.sentences.tolist()) for given in window]
+
+    @staticmethod
+    def from_plain(batches: list[tuple[int, list[int] | None]], mine: bool) -> list[_Given]:
+        """The same of before a checkpoint; where they are not `mine`, the sentences are not known."""
+        return [_Given(number, torch.tensor(ids) if mine and ids is not None else None) for number, ids in batches]
+
     @property
     def sentences(self) -> list[list[int] | None]:
-        """Numbers of the sentences of each batch, where a batch says them."""
-        return [None if given.sentences is None else given.sentences.tolist() for given in self.window]
+        """Numbers of the sentences of each batch, where they are known."""
+        return [ids for _, ids in self.plain(self.window)]
 
     def state(self) -> dict[str, Any]:
         """All but the values, in plain ones; checkpoints hold it."""
-        batches = [(given.number, ids) for given, ids in zip(self.window, self.sentences, strict=True)]
-        return {"number": self.number, "layers": self.by_layer(), "batches": batches}
+        return {"number": self.number, "layers": self.by_layer(), "batches": self.plain(self.window)}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any], batches: bool) -> Self:
-        """An update before a checkpoint, with its `batches` or without."""
-        window = [
-            _Given(number, None if ids is None else torch.tensor(ids)) for number, ids in state["batches"] if batches
-        ]
+    def from_state(cls, state: dict[str, Any], mine: bool) -> Self:
+        """An update before a checkpoint; see `from_plain`."""
+        window = cls.from_plain(state["batches"], mine)
         return cls(state["number"], torch.full((2,), math.nan), window, layers=state["layers"])
 
     def let_go(self) -> None:

@@ -580,15 +580,28 @@ class TranslationTask(LightningModule):
     def _window(self) -> dict[str, Any]:
         """What an update has gathered that a validation has interrupted, of all ranks."""
         gradients = [None if p.grad is None else self._over_ranks(p.grad.clone()) for p in self.parameters()]
-        return {"gradients": gradients, "sums": self._over_ranks(self._tally.gathered(self.device)).tolist()}
+        # DDP hands every rank the first one's buffers.
+        gathered = [None if buffer.grad is None else buffer.grad.clone() for buffer in self._gathering()]
+        return {
+            "gradients": gradients,
+            "gathered": gathered,
+            "sums": self._over_ranks(self._tally.gathered(self.device)).tolist(),
+            "before": self._over_ranks(self._tally.before_update(self.device)).tolist(),
+        }
+
+    def _gathering(self) -> list[Tensor]:
+        """The buffers whose "gradient" is what a norm gathers in the backward passes of an update."""
+        return [buffer for buffer in self.buffers() if buffer.requires_grad]
 
     def _enter(self, window: dict[str, Any]) -> None:
         """Go on in the middle of an update; ranks have equal shares of the gradients, of which DDP takes the mean."""
         for parameter, gradient in zip(self.parameters(), window["gradients"], strict=True):
             parameter.grad = None if gradient is None else gradient.to(parameter) / self.trainer.world_size
+        for buffer, sums in zip(self._gathering(), window.get("gathered", []), strict=False):  # older: none
+            buffer.grad = None if sums is None else sums.to(buffer)
         self._watch_gradients(self.trainer.optimizers[0])
         if self.trainer.is_global_zero:  # the sums of all ranks are added up
-            self._tally.enter(window["sums"])
+            self._tally.enter(window["sums"], window.get("before"))
 
     def _count_anew(self) -> None:
         """Let Lightning's counters begin the epoch again as the data does, which would else end as much sooner."""
@@ -672,14 +685,21 @@ class _Tally:
         self.losses, self.tokens = self.before
         self.window = (torch.zeros((), dtype=torch.float64), 0)
 
-    def enter(self, gathered: Sequence[float]) -> None:
-        """Go on with an update that has loss and tokens already."""
+    def enter(self, gathered: Sequence[float], before: Sequence[float] | None) -> None:
+        """Go on with an update that has loss and tokens already; `before` it there were those since the log."""
         loss, tokens = gathered
         self.window = torch.tensor(loss, dtype=torch.float64), int(tokens)
+        if before is not None:
+            *losses, tokens = before
+            self.before = self.losses.new_tensor(losses), int(tokens)
 
     def since_log(self, device: torch.device) -> Tensor:
         """Loss, nll and tokens `[3]` since the last log."""
-        return torch.cat([self.losses.to(device), torch.tensor([self.tokens], dtype=torch.float64, device=device)])
+        return _three(self.losses, self.tokens, device)
+
+    def before_update(self, device: torch.device) -> Tensor:
+        """The same without the update that is being made."""
+        return _three(*self.before, device)
 
     def take(self, since_log: Sequence[float]) -> None:
         """Add loss, nll and tokens from before."""
@@ -701,3 +721,7 @@ class _Tally:
     def go_on(self) -> None:
         """Let the clock run again, as if it had not stopped."""
         self.clock += time.monotonic()
+
+
+def _three(losses: Tensor, tokens: int, device: torch.device) -> Tensor:
+    return torch.cat([losses.to(device), torch.tensor([tokens], dtype=torch.float64, device=device)])

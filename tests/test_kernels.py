@@ -209,7 +209,8 @@ def masking_constants(path: Path) -> list[float]:
 
 
 def test_no_mask_constant_leaves_half_precision() -> None:
-    """float16 ends at 65504; -1e9 as a mask is an error there, but only once mixed precision is on."""
+    """float16 ends at 65504; -1e9 as a mask is an error there, but only once mixed precision is on
+    (FIELD_REPORTS 1.6)."""
     sources = list(Path(stabilize.__file__).parent.rglob("*.py"))
     constants = [constant for path in sources for constant in masking_constants(path)]
     assert len(sources) > 20

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from tests.checkout import ROOT
+from tests.commands.cues import FILES
 
-KILLS = 20
-BETWEEN = ("batch_start", "backward", "step", "batch_end", "meanwhile")
-IN_A_CHECKPOINT = ("half_written", "unnamed", "named")
+BETWEEN = ("batch_start", "backward", "step", "batch_end", "meanwhile", "validation_batch")
+AT_THE_START = ("set_up", "restored", "clock")
+EVERYWHERE = [*BETWEEN, *FILES, *AT_THE_START]
 CONFIG = """
 seed_everything: 3
 model:
@@ -59,14 +60,29 @@ epsilon_audit: {every: 3, figures: false}
 attention_entropy: {every: 3, figures: false}
 spike_guard: {every: 4}
 """
+STATEFUL = """
+model:
+  stabilizer:
+    placement: PreNorm
+    norm: {class_path: PowerNorm, init_args: {warmup: 10}}
+    warmup: {class_path: Linear, init_args: {updates: 20, total: 120}}
+trainer:
+  max_steps: 60
+  callbacks+:
+  - {class_path: stabilize.callbacks.WeightAverage, init_args: {decay: 0.9}}
+spike_guard: {every: 4, policy: rollback, deviations: 2.5, window: 20, back: 4, patience: 1000}
+"""
+"""What has more to remember, and goes back now and then: 2.5 standard deviations are no rare jump."""
 
 
-def fit(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def fit(folder: Path, more: str, *words: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own."""
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(CONFIG)
+    (folder / "more.yaml").write_text(more)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "stabilize", "fit", "--config=run.yaml", "--ckpt_path=auto", *words]
+    command = [sys.executable, "-m", "stabilize", "fit", "--config=run.yaml", "--config=more.yaml", "--ckpt_path=auto"]
+    command += words
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200)
 
 
@@ -74,6 +90,11 @@ def records(folder: Path) -> list[tuple[tuple[str, int], dict[str, Any]]]:
     """What was written down, each with its place in the run."""
     lines = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
     return [(("update", line["update"]) if "update" in line else ("batch", line["batch"]), line) for line in lines]
+
+
+def events(folder: Path) -> set[str]:
+    """The lines about what stood out, of all run folders."""
+    return {line for path in folder.glob("runs/*/events.jsonl") for line in path.read_text().splitlines()}
 
 
 def newest(folder: Path) -> Path:
@@ -96,31 +117,40 @@ def unlike(one: Any, other: Any, where: str = "") -> list[str]:
     return [] if one == other or (one != one and other != other) else [f"{where}: {one!r}, {other!r}"]
 
 
-MAY_DIFFER = ("/run/words", "/run/name", "/callbacks/Die", "/dirpath")
+MAY_DIFFER = ("/run/words", "/run/name", "/callbacks/Die", "/dirpath", ".next_quadratic_mean")
+"""The last of an average of weights, which has no use for what each forward proposes, and no checkpoint has it."""
 
 
 @pytest.mark.soak
-def test_a_run_that_is_killed_twenty_times_is_the_run_that_was_not(tmp_path: Path) -> None:
-    whole = fit(tmp_path / "whole")
+@pytest.mark.parametrize(
+    ("more", "moments"),
+    [("{}", [*EVERYWHERE, *BETWEEN, "clock"]), (STATEFUL, ["restored", "clock", "clock", "stepped_back", *BETWEEN])],
+    ids=["plain", "stateful"],
+)
+def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_not(
+    tmp_path: Path, more: str, moments: list[str]
+) -> None:
+    whole = fit(tmp_path / "whole", more)
     assert whole.returncode == 0, whole.stderr
     expected = dict(records(tmp_path / "whole"))
-    assert len([place for place, _ in expected if place == "update"]) == 100
+    assert len([place for place, _ in expected if place == "update"]) == (100 if more == "{}" else 60)
 
     chance, killed, survived = random.Random(6), tmp_path / "killed", []
-    moments = [*BETWEEN, *IN_A_CHECKPOINT, "validation_batch"] * 2 + ["validation_batch", "meanwhile", *IN_A_CHECKPOINT]
     chance.shuffle(moments)
-    assert len(moments) >= KILLS
-    for moment in moments[:KILLS]:
-        number = chance.randint(1, 3) if moment in IN_A_CHECKPOINT else chance.randint(3, 9)
+    for moment in moments:
+        numbers = {"clock": (100, 1500), "set_up": (1, 1), "restored": (1, 1)} | dict.fromkeys(FILES, (1, 3))
+        number = chance.randint(*numbers.get(moment, (3, 9)))
         words = ["--trainer.callbacks+=tests.commands.cues.Die", f"--trainer.callbacks.when={moment}"]
         words += [f"--trainer.callbacks.number={number}", f"--data.workers={chance.choice([0, 0, 2])}"]
-        ended = fit(killed, *words)
+        ended = fit(killed, more, *words)
         assert ended.returncode == -signal.SIGKILL, (moment, ended.stdout, ended.stderr)
         survived.append(moment)
-    assert fit(killed).returncode == 0
+    assert fit(killed, more).returncode == 0
     found = records(killed)
     assert {place for place, _ in found} == set(expected)
     assert all(line == expected[place] for place, line in found)
+    assert events(killed) == events(tmp_path / "whole")
+    assert ("rolled back" in str(events(killed))) == (more == STATEFUL)
 
     places = [newest(tmp_path / name) / "checkpoints" / "last.ckpt" for name in ("whole", "killed")]
     states = [torch.load(place, weights_only=True) for place in places]

@@ -23,6 +23,9 @@ from stabilize.strategies import (
     DeepNormInit,
     Initialization,
     InverseSqrt,
+    LayerNorm,
+    Norm,
+    PowerNorm,
     Stabilizer,
     StochasticDepth,
     Warmup,
@@ -86,7 +89,8 @@ def dropping_task(stabilizer: Stabilizer | None = None) -> Any:
 
 def run(folder: Path, data: Sentences, *callbacks: pl.Callback, **options: Any) -> tuple[Seen, dict[str, Any]]:
     """Three epochs with two batches an update; what was seen, and the weights."""
-    seen, task, start = Seen(), dropping_task(), options.pop("ckpt_path", None)
+    task, start = dropping_task(options.pop("stabilizer", None)), options.pop("ckpt_path", None)
+    seen = Seen()
     settings = {"max_epochs": 3, "accumulate_grad_batches": 2, "enable_checkpointing": bool(callbacks)} | options
     small_trainer(folder, seen, *callbacks, **settings).fit(task, datamodule=data, ckpt_path=start)
     return seen, task.state_dict()
@@ -164,14 +168,16 @@ def test_an_epoch_of_another_order_starts_again(tmp_path: Path, saved_by: str, o
         assert lines == [*range(24)]
 
 
-def test_an_update_that_a_validation_has_cut_in_two(tmp_path: Path) -> None:
-    """Gradients, sums and diagnostics of its first batches are in the checkpoint."""
+@pytest.mark.parametrize("norm", [LayerNorm(), PowerNorm(warmup=0)], ids=lambda norm: type(norm).__name__)
+def test_an_update_that_a_validation_has_cut_in_two(tmp_path: Path, norm: Norm) -> None:
+    """Gradients, sums and diagnostics of its first batches are in the checkpoint, and what a norm gathers of them."""
 
     def monitors() -> list[pl.Callback]:
         options = {"every": 1, "figures": False}
         return [GradientRatio(activations=True, **options), LayerSimilarity(**options), SpikeGuard(every=1)]
 
     validated = {"val_check_interval": 3, "check_val_every_n_epoch": None, "limit_val_batches": 1}
+    validated["stabilizer"] = Stabilizer(norm=norm, warmup=InverseSqrt(3))
     states = Checkpoints(every=0, keep_last=99, dirpath=tmp_path / "states")
     whole, weights = run(tmp_path / "whole", text(), states, *monitors(), **validated)
     saved = {path: torch.load(path, weights_only=True) for path in sorted((tmp_path / "states").iterdir())}

@@ -104,6 +104,7 @@ def test_the_loss_of_a_batch_is_torchs_over_its_real_tokens() -> None:
 
 
 def test_padding_changes_neither_loss_nor_gradient() -> None:
+    """Nor the nll, which knows of no smoothing (FIELD_REPORTS 1.8)."""
     task = small_task(label_smoothing=SMOOTHING)
     losses, gradients = [], []
     for batch in (BATCH, padded(BATCH, 10)):
@@ -118,7 +119,8 @@ def test_padding_changes_neither_loss_nor_gradient() -> None:
 
 @pytest.mark.parametrize("precision", [{}, {"plugins": MixedPrecision("16-mixed", "cpu", GradScaler("cpu"))}])
 def test_an_update_without_targets_moves_nothing(tmp_path: Path, precision: dict[str, Any]) -> None:
-    """Not even by Adam's momentum; counters and schedule go on, and no number that is logged is NaN."""
+    """Not even by Adam's momentum; counters and schedule go on, and no number that is logged is NaN
+    (FIELD_REPORTS 1.7)."""
     task = small_task(optimizer=functools.partial(Adam, lr=1e-2))
     trail: list[dict[str, Tensor]] = []
     record = type("Record", (pl.Callback,), {"on_train_batch_end": lambda *_: trail.append(weights(task))})()
@@ -162,6 +164,7 @@ def trained(folder: Path, batches: Sequence[Batch], *callbacks: pl.Callback, **o
 def test_accumulated_batches_make_the_update_of_their_union(
     tmp_path: Path, windows: list[tuple[int, ...]], cut: list[tuple[int, ...]], accumulate: int
 ) -> None:
+    """Of unequal batches too, and in a last window of fewer (FIELD_REPORTS 1.9)."""
     whole, parts = Gradients(), Gradients()
     expected = trained(tmp_path / "whole", [sentence_batch(*window) for window in windows], whole)
     batches = [sentence_batch(*part) for part in cut]

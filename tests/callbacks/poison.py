@@ -25,7 +25,7 @@ POISONED = "decoder.layers.0.branches.2.function"
 """The module that it comes from."""
 
 
-OF_THE_TASK = ("stabilizer", "clipping", "dropout", "checkpoint_layers", "compile_layers")
+OF_THE_TASK = ("stabilizer", "optimizer", "clipping", "dropout", "checkpoint_layers", "compile_layers")
 """Options of `train` that are not the trainer's."""
 
 

@@ -71,21 +71,31 @@ class Record(pl.Callback):
             self.write(validated=trainer.global_step, batch=trainer.fit_loop.total_batch_idx, scores=scores)
 
 
+FILES = ("half_written", "unnamed", "named", "unlinked", "stepped_back", "in_place")
+"""The moments of a checkpoint."""
+
+
 class Die(pl.Callback):
     """Kills this process, as `kill -9` does, when something happens in it for the n-th time.
 
     Args:
-        when: `batch_start`, `backward`, `step`, `batch_end`, `validation_batch`; of the n-th checkpoint `half_written`,
-            `unnamed` (it is written, and has no name yet) or `named`; or `meanwhile`: after the n-th batch, whatever
-            the process does when another thread gets its turn.
+        when: `set_up`, `restored`, `batch_start`, `backward`, `step`, `batch_end`, `validation_batch`; of the n-th
+            checkpoint `half_written`, `unnamed` (it is written, and has no name yet) or `named`; of the n-th last state
+            `unlinked` (the one before the last is gone), `stepped_back` (the last one is there twice) or `in_place`;
+            `meanwhile`: after the n-th batch, whatever the process does when another thread gets its turn; or `clock`:
+            n milliseconds after this is made, whatever it does then.
         number: n.
         rank: of the process, where there are several.
     """
 
     def __init__(self, when: str, number: int, rank: int = 0) -> None:
         self.when, self.left, self.rank = when, number, rank
-        if when in ("half_written", "unnamed", "named"):
+        if when in FILES:
             self.watch_files()
+        if when == "clock":
+            alarm = threading.Timer(number / 1000, os.kill, (os.getpid(), signal.SIGKILL))
+            alarm.daemon = True  # a run that ends before it has ended
+            alarm.start()
 
     def count(self, trainer: pl.Trainer | None, when: str) -> None:
         self.left -= when == self.when and (trainer is None or trainer.global_rank == self.rank)
@@ -94,7 +104,7 @@ class Die(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_files(self) -> None:
-        save, replace = torch.save, Path.replace
+        save, replace, link = torch.save, Path.replace, os.link
 
         def half(checkpoint: Any, file: Any) -> None:
             if self.when == "half_written" and self.left == 1:
@@ -104,14 +114,24 @@ class Die(pl.Callback):
             save(checkpoint, file)
 
         def name(path: Path, target: Any) -> Any:
-            if str(target).endswith(".ckpt") and str(path).endswith(".partial"):
-                self.count(None, "unnamed")
-                replace(path, target)
-                self.count(None, "named")
-            else:
-                replace(path, target)
+            before, after = {".partial": ("unnamed", "named"), ".ckpt": ("stepped_back", "in_place")}.get(
+                path.suffix, ("", "")
+            )
+            self.count(None, before)
+            replace(path, target)
+            self.count(None, after)
 
-        torch.save, Path.replace = half, name  # type: ignore[assignment]
+        def second_name(path: Path, target: Path) -> None:
+            self.count(None, "unlinked")
+            link(path, target)
+
+        torch.save, Path.replace, os.link = half, name, second_name  # type: ignore[assignment]
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **stage: Any) -> None:
+        self.count(trainer, "set_up")
+
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.count(trainer, "restored")
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.count(trainer, "batch_start")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from difflib import SequenceMatcher
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -139,6 +141,8 @@ class Case:
     number: int
     what: list[str] = field(default_factory=list)
     """What was done to it."""
+    names: set[str] = field(default_factory=set)
+    """Keys, values and words that this has to do with."""
     files: dict[str, bytes] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
@@ -189,7 +193,19 @@ def deep(random: Random, value: Any) -> Any:
     return value
 
 
-def change_tree(random: Random, tree: Any, said: list[str]) -> None:
+def names_of(path: Iterable[Any]) -> set[str]:
+    """A key by its last part and by its full name, and the groups, below the first, that it is in."""
+    parts = [str(part) for part in path if part not in ("init_args", "class_path", "help")]
+    return {*parts[-1:], *(".".join(parts[:end]) for end in range(2, len(parts) + 1))}
+
+
+def texts_of(value: Any) -> set[str]:
+    """A value as it is written, and what is in it."""
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return {str(value)}.union(*map(texts_of, parts))
+
+
+def change_tree(random: Random, tree: Any, made: Case) -> None:
     """Do something wrong to one node."""
     *above, key = path = random.choice([*places(tree)])
     parent = functools.reduce(lambda node, step: node[step], above, tree)
@@ -208,15 +224,16 @@ def change_tree(random: Random, tree: Any, said: list[str]) -> None:
         "lift": lambda: (key, tree.setdefault(str(key), value)),
     }
     kind = random.choice([*kinds, *["value", "mild"] * 5])
-    said.append(f"{kind} at {'.'.join(map(str, path))}")
+    made.what.append(f"{kind} at {'.'.join(map(str, path))}")
     name, put = kinds[kind]()
+    made.names |= {*names_of(path), *names_of([*above, name]), *texts_of(value), *texts_of(put)}
     if name is not None and isinstance(parent, dict):
         parent[name] = put
     elif name is not None:
         parent.insert(key, put)
 
 
-def change_text(random: Random, text: str, said: list[str]) -> bytes:
+def change_text(random: Random, text: str, made: Case) -> bytes:
     """Do something wrong to the characters."""
     lines = text.splitlines(keepends=True)
     at = random.randrange(len(lines))
@@ -242,8 +259,18 @@ def change_text(random: Random, text: str, said: list[str]) -> bytes:
         "alone": lambda: (random.choice(LINES) + "\n").encode(),
     }
     kind = random.choice([*kinds, "line", "line", "line", "alone", "letter", "twice"])
-    said.append(f"{kind} near line {at + 1}")
-    return kinds[kind]()
+    made.what.append(f"{kind} near line {at + 1}")
+    changed = kinds[kind]()
+    made.names |= words_between(text, changed.decode(errors="replace"))
+    return changed
+
+
+def words_between(before: str, after: str) -> set[str]:
+    """Those of the lines in which two texts differ, and of the ones next to them."""
+    old, new = before.splitlines(), after.splitlines()
+    changes = [change for change in SequenceMatcher(None, old, new, False).get_opcodes() if change[0] != "equal"]
+    near = [line for _, i, j, k, m in changes for line in (*old[max(i - 1, 0) : j + 1], *new[max(k - 1, 0) : m + 1])]
+    return {word for line in near for word in re.findall(r"[^\s:,{}\[\]]+", line)}
 
 
 def _with_letter(random: Random, text: str) -> str:
@@ -251,12 +278,13 @@ def _with_letter(random: Random, text: str) -> str:
     return text[:at] + random.choice("{}[]:,&*#?|-<>=!%@`'\"\\ \t\n0aé") + text[at + random.randrange(2) :]
 
 
-def flag(random: Random, keys: list[str], said: list[str]) -> str:
+def flag(random: Random, keys: list[str], made: Case) -> str:
     key = random.choice(keys)
     key = misspelt(random, key) if random.random() < 0.15 else key
     value = random.choice(VALUES)
     text = value if isinstance(value, str) else dump(value).strip().removesuffix("\n...")
-    said.append(f"flag {key}")
+    made.what.append(f"flag {key}")
+    made.names |= {*names_of(key.split(".")), text, *texts_of(value)}
     return f"--{key}={text}".replace("\0", "")
 
 
@@ -286,15 +314,16 @@ def case(number: int, keys: list[str]) -> Case:
             for _ in range(random.choice([1, 1, 2, 3])):
                 if not isinstance(tree, dict) or not tree:
                     break
-                change_tree(random, tree, made.what)
+                change_tree(random, tree, made)
             content = dump(tree).encode("utf-8", "surrogatepass")
         if "text" in ways:
-            content = change_text(random, text_of(path), made.what)
+            content = change_text(random, text_of(path), made)
         if "flag" in ways:
-            made.flags += [flag(random, keys, made.what) for _ in range(3 if ways == "flags" else 1)]
+            made.flags += [flag(random, keys, made) for _ in range(3 if ways == "flags" else 1)]
         made.files[f"{place}_{path.stem}.yaml"] = content
     if random.random() < 0.1:
         name = random.choice([*ENVIRONMENT])
         made.environment[name] = ENVIRONMENT[name]
         made.what.append(f"environment {name}")
+        made.names |= {name, ENVIRONMENT[name]}
     return made

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import errno
+import io
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -412,6 +415,39 @@ def test_no_room_for_the_table_is_told_too(
     assert main(["fit", "--config=tiny.yaml", "--trainer.log_every_n_steps=1"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: No space left on device (runs/metrics.csv); checkpoints of before are whole; ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--trainer.logger=false"],
+            r"the checkpoint \S+/next.ckpt cannot be written: Read-only file system; checkpoints of before are whole",
+        ),
+        ([], r"\S+/metrics.csv cannot be used: Read-only file system; what is in the run folder is kept"),
+    ],
+)
+def test_a_run_folder_that_becomes_read_only(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    """After its first checkpoint, as a disk does that has an error."""
+    opened = io.open
+
+    def read_only(file: Any, mode: str = "r", *rest: Any, **options: Any) -> Any:
+        if "runs/" in str(file) and mode[0] != "r" and [*here.glob("runs/*/checkpoints/last.ckpt")]:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+        return opened(file, mode, *rest, **options)
+
+    with monkeypatch.context() as patched:
+        for module in (io, builtins):
+            patched.setattr(module, "open", read_only)
+        code, run = fit("--trainer.max_steps=6", "--checkpoint.every=1", *words)
+    assert code == 2
+    assert re.match(f"error: {said}", capsys.readouterr().err.splitlines()[-1])
+    assert state(run)["global_step"] == 1
+    code, resumed = fit("--trainer.max_steps=3", "--ckpt_path=last")
+    assert code == 0
+    assert state(resumed)["global_step"] == 3
 
 
 @pytest.mark.soak

@@ -7,17 +7,17 @@ import dataclasses
 import io
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jsonargparse import Namespace
 
 from stabilize import cli
@@ -25,9 +25,7 @@ from stabilize.commands import training
 from tests.checkout import ROOT
 from tests.commands.hostile import Case, case
 from tests.commands.parsing import fit_parser
-
-LIMIT = 60
-"""Seconds of a processor; ten times as many of the clock, on a machine that has other work too."""
+from tests.limits import HangError, limited
 
 BOUNDS: dict[str, Any] = {
     **{f"model.{stack}_layers": 1 for stack in ("encoder", "decoder")},
@@ -40,10 +38,6 @@ BOUNDS: dict[str, Any] = {
 """No run of a test is larger, whatever the config asks for."""
 
 
-class HangError(BaseException):
-    """The command takes too long."""
-
-
 @dataclasses.dataclass
 class Outcome:
     """How a command ended."""
@@ -51,23 +45,6 @@ class Outcome:
     code: int
     said: str
     command: training.Command | None
-
-
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    def stop(*_: Any) -> None:
-        raise HangError
-
-    before = [(number, signal.signal(number, stop)) for number in (signal.SIGALRM, signal.SIGPROF)]
-    signal.alarm(10 * LIMIT)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def ended(verb: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Outcome:
@@ -207,7 +184,7 @@ def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, fits: bool 
     try:
         looked = ended("explain", words, monkeypatch)
         if looked.code == 2:
-            return "refused", wrong_refusal(looked.said, made, words) or traces(folder, before)
+            return "refused", wrong_refusal(looked.said, made) or traces(folder, before)
         if looked.code or looked.command is None:
             return "refused", f"exit code {looked.code}: {looked.said}"
         config = flat(looked.command.config["explain"])
@@ -218,7 +195,7 @@ def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, fits: bool 
         words += smaller
         run = ended("fit", words, monkeypatch)
         if run.code == 2:
-            return "refused before training", wrong_refusal(run.said, made, words) or traces(folder, before)
+            return "refused before training", wrong_refusal(run.said, made) or traces(folder, before)
         if run.code or run.command is None:
             return "trained", f"exit code {run.code}: {run.said}"
         trainer = run.command.trainer
@@ -241,20 +218,13 @@ def traces(folder: Path, before: set[Path]) -> str:
     return f"a refused run left {', '.join(left)}" if left else ""
 
 
-def wrong_refusal(said: str, made: Case, words: list[str]) -> str:
-    """What is wrong with a message: it is one sentence that names a file, a key or a value that was given."""
+def wrong_refusal(said: str, made: Case) -> str:
+    """What is wrong with a message: it is one sentence that names a file, or a key or value that was changed."""
     lines = [line for line in said.splitlines() if not line.startswith(("wandb: ", "warning: "))]
     if len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in said or len(said) > 1500:
         return f"not one sentence: {said[-800:]}"
-    names = {*made.files, *made.environment}
-    for word in words:
-        names |= set(word.removeprefix("--").partition("=")[0].split("."))
-    for content in made.files.values():
-        with contextlib.suppress(Exception):
-            names |= {
-                part for key, value in flat(yaml.safe_load(content)).items() for part in (*key.split("."), str(value))
-            }
-    return "" if any(len(name) > 1 and name[:40] in said for name in names) else f"names nothing: {said}"
+    names = {name for name in {*made.files, *made.names} if len(name) > 1}
+    return "" if any(name[:40] in said for name in names) else f"names nothing of {names}: {said}"
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +261,18 @@ def test_so_are_a_thousand(start: int, keys: list[str], tmp_path: Path, capsys: 
     with capsys.disabled():
         print(f"\n{start} to {start + 49}: {dict(how)}")
     assert not faults
+
+
+@pytest.mark.soak
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(number=st.integers(1020, 2**63))
+def test_so_is_any_other(number: int, keys: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("hostile")
+    made = case(number, keys)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        _, wrong = fault(made, folder, patched, fits=False)
+    assert not wrong, made.what
 
 
 @pytest.mark.soak

@@ -1,4 +1,5 @@
-"""Typing errors, on the command line and in files: one sentence that names the key, the value and what is near."""
+"""Typing errors, on the command line and in files: one sentence that names the key, the value and what is near
+(FIELD_REPORTS 2.12)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Choosing another strategy forgets the previous one: A, then B, is B chosen alone, with every argument."""
+"""Choosing another strategy forgets the previous one: A, then B, is B chosen alone, with every argument
+(FIELD_REPORTS 2.11)."""
 
 from __future__ import annotations
 

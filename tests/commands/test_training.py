@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
 import json
@@ -306,6 +307,7 @@ def callbacks(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[type]:
 
 
 def test_a_second_list_of_callbacks_leaves_the_commands_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What watches and saves is in no list that a config could replace (FIELD_REPORTS 2.14)."""
     for name, callback in (("one", "Timer"), ("two", "LearningRateMonitor")):
         (here / f"{name}.yaml").write_text(f"trainer: {{callbacks: [{callback}]}}\n")
     (here / "more.yaml").write_text("trainer: {callbacks+: [LearningRateMonitor]}\n")
@@ -323,6 +325,7 @@ def test_a_second_list_of_callbacks_leaves_the_commands_own(here: Path, monkeypa
 def test_environment_variables_set_nothing(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As README says (FIELD_REPORTS 2.15)."""
     for prefix in ("PL", "STABILIZE"):
         monkeypatch.setenv(f"{prefix}_FIT__TRAINER__MAX_STEPS", "77")
         monkeypatch.setenv(f"{prefix}_TRAINER__MAX_STEPS", "77")
@@ -448,6 +451,20 @@ def test_a_disk_that_is_full(here: Path, capsys: pytest.CaptureFixture[str]) -> 
     *_, line = capsys.readouterr().err.splitlines()
     assert re.match(r"error: .*runs/\S+ cannot be (written|used): File too large", line), line
     assert not list(here.rglob("*.ckpt"))
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_place_where_one_may_not_write(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    def refuse(folder: Path, *_: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number), str(folder))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    assert main(["fit", "--config=tiny.yaml", "--trainer.logger=false"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    said = f"cannot be used: {os.strerror(number)}; trainer.default_root_dir names another place"
+    assert re.fullmatch(rf"error: the folder runs/\S+ {said}", line), line
 
 
 def test_weights_and_biases_cannot_be_imported(
@@ -665,7 +682,8 @@ def without_input(command: list[str], environment: dict[str, str]) -> tuple[int,
 
 @pytest.mark.parametrize("way", ["script", "module", "file"])
 def test_a_strategy_beside_the_config_and_nobody_to_ask(way: str, here: Path) -> None:
-    """Without a W&B key: the script under a terminal, the module and its file with their input closed."""
+    """Without a W&B key: the script under a terminal, the module and its file with their input closed
+    (FIELD_REPORTS 2.13)."""
     (here / "configs").mkdir()
     (here / "configs" / "beside.py").write_text(STRATEGY)
     (here / "configs" / "beside.yaml").write_text("model: {stabilizer: {residual: beside.Tenfold}}\n")

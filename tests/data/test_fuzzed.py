@@ -15,6 +15,7 @@ from stabilize.data import ParallelText, Tokenizer
 from stabilize.data.cleaning import RULES, clean
 from stabilize.errors import UserError
 from stabilize.tokens import BEGIN, END, PAD
+from tests.limits import limited
 
 WORDS = ("a", "b", "the", "cat", "sieht", "den", "Hund", "12", "3,5", ".", "!", "&apos;", "&amp;", "▁", "<s>", "<unk>")
 OTHERS = ("Übermäßig", "не", "你好", "🙂", "ﷺ", "e\u0301", "\u200b", "\ufeff", "\u2028", "\u3000", "⁇")
@@ -125,7 +126,8 @@ fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, He
 def test_any_corpus_is_refused_or_learnt_as_it_says(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes], chosen: dict[str, Any]
 ) -> None:
-    assert not broken(tmp_path_factory.mktemp("fuzzed") / "text", files, chosen)
+    with limited():
+        assert not broken(tmp_path_factory.mktemp("fuzzed") / "text", files, chosen)
 
 
 @pytest.mark.soak
@@ -134,7 +136,8 @@ def test_any_corpus_is_refused_or_learnt_as_it_says(
 def test_five_hundred_corpora(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes], chosen: dict[str, Any]
 ) -> None:
-    assert not broken(tmp_path_factory.mktemp("fuzzed") / "text", files, chosen)
+    with limited():
+        assert not broken(tmp_path_factory.mktemp("fuzzed") / "text", files, chosen)
 
 
 @pytest.mark.soak
@@ -153,7 +156,8 @@ def test_the_command_on_any_corpus(
     model = [f"--model.{name}=1" for name in ("encoder_layers", "decoder_layers")]
     model += ["--model.width=8", "--model.heads=2", "--model.hidden=8", "--model.validation_search.maximum_ratio=0.1"]
     trainer = ["--trainer.accelerator=cpu", "--trainer.max_steps=1", f"--trainer.default_root_dir={folder}/runs"]
-    code = main(["fit", "--data=ParallelText", *given, *model, *trainer, "--model.stabilizer.placement=PreNorm"])
+    with limited():
+        code = main(["fit", "--data=ParallelText", *given, *model, *trainer, "--model.stabilizer.placement=PreNorm"])
     said = capfd.readouterr()
     assert code in (0, 2), said.err
     assert "Traceback" not in said.err + said.out

@@ -51,6 +51,7 @@ BANDS = {"pre_norm": (0.5, 4.0), "b2t": (0.1, 2.0), "deep_norm": (0.5, 2.0)}
 @pytest.mark.parametrize("name", BANDS)
 @pytest.mark.parametrize("depths", [(2, 2), (12, 12), (18, 3)], ids=str)
 def test_methods_for_depth_keep_the_first_layer_in_reach(name: str, depths: tuple[int, int]) -> None:
+    """When nothing but depth changes (FIELD_REPORTS 1.3)."""
     least, most = BANDS[name]
     for norms in gradient_norms(name, *depths).values():
         assert least < norms[0] / norms[-1] < most

@@ -110,6 +110,7 @@ def test_precision_epsilon_has_a_value_for_each_format(precision: str, value: fl
     ],
 )
 def test_an_epsilon_that_rounds_to_zero_is_said(epsilon: Epsilon, precision: str, warns: bool) -> None:
+    """Before training (FIELD_REPORTS 1.10)."""
     found = Stabilizer(epsilon=epsilon).warnings(SITE, precision)
     assert len(found) == warns
     assert all("float16" in warning and precision in warning for warning in found)
@@ -254,6 +255,7 @@ def test_every_norms_gradient_is_that_of_its_equation(name: str) -> None:
 @halves
 @pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 def test_every_norm_is_finite_in_half_precision(name: str, x: Tensor, dtype: torch.dtype) -> None:
+    """For zeros, constants and numbers whose square overflows (FIELD_REPORTS 1.10)."""
     # Where epsilon stands outside the root, a gradient of 1 / epsilon is the equation's own; in float16 it must fit.
     placed = third(name, "encoder", None, 1e-3, dtype)
     x = x.to(dtype)[None].requires_grad_()
