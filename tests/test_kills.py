@@ -117,7 +117,7 @@ def unlike(one: Any, other: Any, where: str = "") -> list[str]:
     return [] if one == other or (one != one and other != other) else [f"{where}: {one!r}, {other!r}"]
 
 
-MAY_DIFFER = ("/run/words", "/run/name", "/callbacks/Die", "/dirpath", ".next_quadratic_mean")
+MAY_DIFFER = ("/run/words", "/run/name", "/callbacks/Die", "/dirpath", "/tokens_per_second", ".next_quadratic_mean")
 """The last of an average of weights, which has no use for what each forward proposes, and no checkpoint has it."""
 
 
