@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-NUMBERS_AT_ONCE = 2**20  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
+NUMBERS_AT_ONCE = 2**19  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
 
 
 # ---------------------------------------------------------------- gradients and updates
@@ -275,12 +275,12 @@ def similarity_sums(
 def _cosines(products: Tensor, real: Tensor, least: Tensor) -> Tensor:
     """Sums and counts, `[2, layers, layers]`, from inner products of the layers, `[positions, layers, layers]`.
 
-    A vector no longer than `least`, `[layers]`, has no direction.
+    A vector no longer than `least`, `[layers]`, has no direction. Products where there is no real position become zero.
     """
     norms = products.diagonal(dim1=1, dim2=2).clamp(min=0.0).sqrt()
     counts = (real.unsqueeze(-1) & (norms > least)).to(products.dtype)
     inverse = torch.where(counts > 0, norms.reciprocal(), 0.0)
-    cosines = torch.where(real[:, None, None], products, 0.0) * inverse.unsqueeze(2) * inverse.unsqueeze(1)
+    cosines = (inverse.unsqueeze(2) * inverse.unsqueeze(1)).mul_(products.masked_fill_(~real[:, None, None], 0.0))
     return torch.stack([cosines.sum(0), counts.T @ counts])
 
 
