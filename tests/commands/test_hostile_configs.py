@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -219,11 +220,15 @@ def traces(folder: Path, before: set[Path]) -> str:
 
 
 def wrong_refusal(said: str, made: Case) -> str:
-    """What is wrong with a message: it is one sentence that names a file, or a key or value that was changed."""
+    """What is wrong with a message: it is one sentence that names a file, or a key or value that was changed.
+
+    Nor is there the text that some of the configs are for, which may be the first thing found.
+    """
     lines = [line for line in said.splitlines() if not line.startswith(("wandb: ", "warning: "))]
     if len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in said or len(said) > 1500:
         return f"not one sentence: {said[-800:]}"
-    names = {name for name in {*made.files, *made.names} if len(name) > 1}
+    texts = {name for content in made.files.values() for name in re.findall(r"\.\./shared/[^\s{]+", content)}
+    names = {name for name in {*made.files, *made.names, *texts} if len(name) > 1}
     return "" if any(name[:40] in said for name in names) else f"names nothing of {names}: {said}"
 
 
