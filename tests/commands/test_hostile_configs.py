@@ -227,7 +227,8 @@ def wrong_refusal(said: str, made: Case) -> str:
     lines = [line for line in said.splitlines() if not line.startswith(("wandb: ", "warning: "))]
     if len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in said or len(said) > 1500:
         return f"not one sentence: {said[-800:]}"
-    texts = {name for content in made.files.values() for name in re.findall(r"\.\./shared/[^\s{]+", content)}
+    written = b"\n".join(made.files.values()).decode(errors="replace")
+    texts = set(re.findall(r"\.\./shared/[^\s{]+", written))
     names = {name for name in {*made.files, *made.names, *texts} if len(name) > 1}
     return "" if any(name[:40] in said for name in names) else f"names nothing of {names}: {said}"
 
