@@ -99,7 +99,7 @@ def broken(folder: Path, files: dict[str, bytes], chosen: dict[str, Any]) -> boo
     assert {*train["rules"]} <= {*RULES}
     seen = []
     for batch in module.train_dataloader():
-        for number, *ids in zip(*(part.tolist() for part in batch[:3]), strict=True):
+        for number, *ids in zip(batch.index.tolist(), batch.source.tolist(), batch.target.tolist(), strict=True):
             seen.append(number)
             for side, language in zip(ids, ("en", "de"), strict=True):
                 read = clean(raw[f"train.{language}"][number], unescape=chosen["unescape"])[0]
