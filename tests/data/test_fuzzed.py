@@ -25,21 +25,27 @@ FRAGMENTS = [
     b"x" * 300,
     b"long " * 200,
 ]
-line = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map(b" ".join) | st.binary(max_size=20).map(
+READABLE = [part for part in FRAGMENTS if part == part.decode(errors="ignore").encode() and part != b"\0"]
+line = st.lists(st.sampled_from(READABLE), max_size=8).map(b" ".join)
+text = st.lists(st.tuples(line, line), min_size=1, max_size=30)
+odd = st.lists(st.sampled_from(FRAGMENTS), max_size=8).map(b" ".join) | st.binary(max_size=20).map(
     lambda raw: raw.replace(b"\n", b"")
 )
-text = st.lists(st.tuples(line, line), max_size=30)
+odd_text = st.lists(st.tuples(odd, odd), max_size=3)
 good = st.lists(
     st.tuples(*[st.lists(st.sampled_from(FRAGMENTS[:15]), min_size=1, max_size=8).map(b" ".join)] * 2), max_size=40
 )
-fault = st.sampled_from([""] * 9 + ["one line more", "gzip", "cut gzip", "no last newline", "windows", "no file"])
+"""As a rule more than ten pairs, of which one that cannot be read is let pass."""
+fault = st.sampled_from(
+    [""] * 30 + ["one line more", "gzip", "gzip", "cut gzip", "no last newline", "windows", "no file", "nothing"]
+)
 
 
 @st.composite
 def corpora(draw: st.DrawFn) -> dict[str, bytes]:
     """Files by name."""
     files = {}
-    for split, pairs in (("train", draw(good) + draw(text)), ("test", draw(text))):
+    for split, pairs in (("train", draw(good) + draw(text) + draw(odd_text)), ("test", draw(text))):
         for side, language in enumerate(("en", "de")):
             raw, wrong = b"".join(pair[side] + b"\n" for pair in pairs), draw(fault)
             if wrong == "one line more":
@@ -48,6 +54,8 @@ def corpora(draw: st.DrawFn) -> dict[str, bytes]:
                 raw = raw.replace(b"\n", b"\r\n")
             elif wrong == "no last newline":
                 raw = raw.removesuffix(b"\n")
+            elif wrong == "nothing":
+                raw = b""
             elif "gzip" in wrong:
                 raw = gzip.compress(raw, mtime=0)[: -5 if "cut" in wrong else None]
             if wrong != "no file":
