@@ -82,20 +82,25 @@ def _to_disk(folder: Path) -> None:
 def newest(folders: Iterable[Path], fits: Callable[[dict[str, Any]], bool] = lambda saved: True) -> Path | None:
     """The newest good checkpoint in some folders from which training can go on.
 
-    Damaged ones are passed over with a warning.
+    Damaged ones before it are passed over with a warning.
 
     Args:
         folders: where checkpoints lie.
         fits: whether a checkpoint will do.
     """
     everything = [path for folder in folders for path in folder.glob("*.ckpt")]
+    damaged: list[Path] = []
     for path in sorted(everything, key=_age):
         saved = _parts(path, checked=False)  # others' are not worth the time of a checksum
         if saved is not None and not (is_whole_state(saved) and fits(saved)):
             continue
         if saved is not None and _parts(path) is not None:
+            for other in damaged:
+                warnings.warn(f"{other} is damaged; {path} is taken", stacklevel=2)
             return path
-        warnings.warn(f"{path} is damaged; the one before it is taken", stacklevel=2)
+        damaged.append(path)
+    for other in damaged:
+        warnings.warn(f"{other} is damaged, and no checkpoint before it will do", stacklevel=2)
     return None
 
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Sequence
 
 from stabilize.errors import TrainingStoppedError, UserError
@@ -67,6 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
+    formatted_before = warnings.formatwarning
+    if not debug:
+        warnings.formatwarning = _warning
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -94,6 +98,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
         print(f"error: {type(error).__name__}: {error}{notes}\n(--debug shows the traceback)", file=sys.stderr)
         return 1
+    finally:
+        warnings.formatwarning = formatted_before
+
+
+def _warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as a user reads it: not where in the code it was given."""
+    return f"warning: {message}\n"
 
 
 def _dispatch(words: list[str]) -> int:

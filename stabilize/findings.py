@@ -51,8 +51,8 @@ REMEDIES = {
     "vanishing": "B2T (arXiv:2206.00330), PreNorm (arXiv:2002.04745) or DeepNorm (arXiv:2203.00555) keep it near one",
     "exploding": "DS-Init (DepthScaled, arXiv:1908.11365), DeepNorm (arXiv:2203.00555) or NormFormer "
     "(arXiv:2110.09456) even it out, and model.clipping bounds the step",
-    "lost update": "under 16-mixed the loss scale comes down and training goes on; in any other precision, bf16-mixed, "
-    "a lower peak or a longer warm-up help",
+    "lost update": "under 16-mixed the loss scale comes down and training goes on; in any other precision the weights "
+    "are lost, and spike_guard.policy: skip, a lower peak or a longer warm-up help",
     "jumped": "model.clipping: ZClip (arXiv:2504.02507) or AdaptiveClipping (arXiv:2102.06171), a longer warm-up or a "
     "lower peak smooth such jumps",
     "collapsed": "SigmaReparam (arXiv:2303.06296) and QKNorm (arXiv:2302.05442) keep attention from it",
@@ -201,7 +201,7 @@ class Diary:
             told["stability/worst_ratio"], told["stability/worst_ratio_of"] = self.worst
         diverged = self.findings.get(("diverged", ""))
         if diverged is not None and not diverged.passed:
-            told["stability/diverged_at"] = diverged.first
+            told["stability/diverged"], told["stability/diverged_at"] = 1.0, diverged.first
         for key, (value, update) in self.best.items():
             told[f"best/{key.replace('/', '_')}"] = value
             told[f"best/{key.replace('/', '_')}_update"] = update
@@ -294,7 +294,7 @@ def _loss(diary: Diary, metrics: Mapping[str, float]) -> Iterator[Sign]:
 def _gradient(metrics: Mapping[str, float]) -> Iterator[Sign]:
     norm = metrics.get("gradient_norm/total")
     if norm is not None:
-        sentence = f"the gradient of the whole model is {number(norm)}: this update is lost"
+        sentence = f"the gradient of the whole model is {number(norm)}"
         yield Sign("lost update", "", not math.isfinite(norm), 0.0, sentence)
 
 

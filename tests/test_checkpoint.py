@@ -76,7 +76,7 @@ def test_a_damaged_newest_falls_back_to_the_one_before(tmp_path: Path) -> None:
     for damaged in (3, 2):
         places[damaged].write_bytes(places[damaged].read_bytes()[:-100])
         os.utime(places[damaged], (damaged, damaged))
-    with pytest.warns(UserWarning, match="is damaged; the one before it is taken") as said:
+    with pytest.warns(UserWarning, match=f"is damaged; {places[1]} is taken") as said:
         assert checkpoint.newest(tmp_path.glob("*/checkpoints")) == places[1]
     assert len(said) == 2
 

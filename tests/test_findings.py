@@ -61,6 +61,7 @@ def test_no_number_is_divergence(key: str, value: float) -> None:
     assert f"{key} is {number(value)}" in found.sentence
     assert diary.verdict == "diverged at update 70"
     assert diary.summary()["stability/diverged_at"] == 70
+    assert diary.summary()["stability/diverged"] == 1
 
 
 def test_a_loss_far_above_its_start_is_divergence_and_may_pass() -> None:

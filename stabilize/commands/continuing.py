@@ -124,7 +124,8 @@ def _of_these_settings(asked: Asked) -> Path | None:
 
 def _why_none(asked: Asked) -> str:
     """What stands in the way of the newest checkpoint of all."""
-    newest = checkpoint.newest(asked.folders())
+    with warnings.catch_warnings(action="ignore"):  # damaged ones have been told
+        newest = checkpoint.newest(asked.folders())
     if newest is None:
         return f"no run in {asked.folder} has a checkpoint"
     first, *more = _unlike(checkpoint.read(newest), asked)

@@ -86,7 +86,7 @@ def facts_of(names: Sequence[str], references: Sequence[str], scores: dict[str, 
 def table_of(facts: dict[str, Any]) -> Table:
     """The facts as a table: a column for each score, under each system how it differs from the first."""
     table = Table(box=None, padding=(0, 2), title=f"{facts['lines']:,} lines", title_justify="left")
-    table.add_column("", overflow="fold", min_width=18)
+    table.add_column("", overflow="fold", min_width=18, max_width=40)
     for name in facts["signatures"]:
         table.add_column(name, justify="right", no_wrap=True)
     first, *_ = facts["systems"]
@@ -128,8 +128,10 @@ def score(words: list[str]) -> int:
     if chosen.json:
         print(json.dumps(facts, indent=2, ensure_ascii=False))
         return 0
-    console = Console()
-    console.print(table_of(facts))
+    table, console = table_of(facts), Console()
+    needed = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console = Console(width=max(console.width, needed))  # a narrow terminal breaks lines, and loses no digits
+    console.print(table)
     for kind in [f"{test}_signatures" for test in TESTS] if len(chosen.output) > 1 else ["signatures"]:
         for name, signature in facts[kind].items():
             console.print(Text(f"{name} {signature}", style="dim"), soft_wrap=True)

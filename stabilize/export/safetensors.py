@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def write(task: TranslationTask, folder: Path) -> list[str]:
         raise UserError(f"the settings of a strategy cannot be written as JSON: {error}") from error
     (folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
     task.tokenizer.save(folder / TOKENIZER)
+    shutil.copymode(folder / DESCRIPTION, folder / WEIGHTS)  # safetensors lets nobody else read its file
     return []
 
 

@@ -95,6 +95,18 @@ def test_the_table_has_scores_differences_and_signatures(folder: Path, capsys: p
     assert re.search(r"chrf\+\+ nrefs:1\|ar:10000\|seed:12345\|case:mixed\|eff:yes\|nc:6\|nw:2\|", said)
 
 
+def test_a_narrow_terminal_loses_no_digit(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables = []
+    for columns in (20, 80, 300):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert main(["score", "worse", "better", "--reference", "one"]) == 0
+        said = capsys.readouterr().out
+        tables.append(re.findall(r"[+-]?\d+\.\d+(?: ± \d+\.\d+)?", said[: said.index("nrefs:")]))
+    assert tables[0] == tables[1] == tables[2]
+
+
 def test_empty_translations_score_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (system,) = facts_of("blank", "--reference", "one", capsys=capsys)["systems"]
     assert (system["scores"]["bleu"], system["scores"]["chrf"]) == (0.0, 0.0)
