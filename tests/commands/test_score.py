@@ -99,12 +99,12 @@ def test_a_narrow_terminal_loses_no_digit(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = []
-    for columns in (20, 80, 300):
+    for columns in (20, 300):
         monkeypatch.setenv("COLUMNS", str(columns))
-        assert main(["score", "worse", "better", "--reference", "one"]) == 0
+        assert main(["score", "worse", "better", "--reference", "one", "--scores", "bleu", "chrf"]) == 0
         said = capsys.readouterr().out
         tables.append(re.findall(r"[+-]?\d+\.\d+(?: ± \d+\.\d+)?", said[: said.index("nrefs:")]))
-    assert tables[0] == tables[1] == tables[2]
+    assert tables[0] == tables[1] != []
 
 
 def test_empty_translations_score_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
