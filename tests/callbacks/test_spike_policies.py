@@ -202,6 +202,18 @@ def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
     assert [event["back_to"] for event in events(tmp_path)] == [1, 10, 10]
 
 
+def test_a_rollback_before_the_first_snapshot_lowers_the_learning_rate_too(tmp_path: Path) -> None:
+    """Once, also where later rollbacks go back to where it left training."""
+    watching = guard("rollback", learning_rate_factor=0.5)
+    stabilizer, poison = Stabilizer(warmup=Noam(4)), Poison({1: "infinite", 2: "nan", 6: "nan"})
+    train(tmp_path, batches(8), watching, poison, stabilizer=stabilizer)
+    assert [event["back_to"] for event in events(tmp_path)] == [0, 1, 4]
+    factor = Noam(4).at(16, 8).factor
+    full = [ADAM.keywords["lr"] * factor(update) for update in range(1, 7)]
+    slowed = [full[0], full[1] / 2, *(rate / 4 for rate in full[1:5]), *(rate / 8 for rate in full[3:5])]
+    assert [row["lr"] for row in rows(tmp_path) if "lr" in row] == pytest.approx(slowed)
+
+
 def test_slow_divergence_is_rolled_back_and_in_the_end_stops(tmp_path: Path, capsys: Any) -> None:
     """Whatever the weights are, this loss climbs: no way back helps."""
     losses = [5.0] + [4.0] * 50 + [5.0 + i / 25 for i in range(300)]
