@@ -371,9 +371,12 @@ class SpikeGuard(Monitor):
         jumped = torch.zeros(len(updates), dtype=torch.bool)
         for number_of, (name, words) in enumerate(CURVES.items()):
             before, values = progress["recent"][name], rows[:, number_of]
-            far = stats.rolling_deviations(values, self.window, self.window // 10, torch.tensor(before))
-            for update, deviations in zip(updates, far.tolist(), strict=True):
-                update.deviations[number_of] = deviations
+            earlier, fewest = torch.tensor(before), self.window // 10
+            far = stats.rolling_deviations(values, self.window, fewest, earlier)
+            finite = torch.cat([torch.full((self.window,), math.nan), earlier, values]).isfinite()
+            counted = finite.unfold(0, self.window, 1)[-len(values) - 1 : -1].sum(1)  # before each of the values
+            for update, deviations, count in zip(updates, far.tolist(), counted.tolist(), strict=True):
+                update.deviations[number_of] = deviations if count >= fewest else None
             jumps = far >= self.deviations
             progress["jumps"][name] += int(jumps.sum())
             jumped |= jumps
