@@ -268,10 +268,10 @@ class SpikeGuard(Monitor):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if self.policy != "rollback" or trainer.fit_loop._should_accumulate():
             return
-        update, rolled_back_at = step_of(trainer) + 1, self.progress["rolled_back_at"]
-        if self._put_back and self._snapshots:
+        if self._put_back:
             self._go_back(trainer, pl_module)
-        elif not self._snapshots or update - max(self._snapshots[-1].update, rolled_back_at) >= self.back:
+        update, rolled_back_at = step_of(trainer) + 1, self.progress["rolled_back_at"]
+        if not self._snapshots or update - max(self._snapshots[-1].update, rolled_back_at) >= self.back:
             watched = {name: self.progress[name] for name in ("recent", "first_losses", "rollbacks")}
             snapshot = Snapshot.take(trainer, pl_module, update, watched)
             self._snapshots = [*self._snapshots[-1:], snapshot]
@@ -371,9 +371,12 @@ class SpikeGuard(Monitor):
         jumped = torch.zeros(len(updates), dtype=torch.bool)
         for number_of, (name, words) in enumerate(CURVES.items()):
             before, values = progress["recent"][name], rows[:, number_of]
-            far = stats.rolling_deviations(values, self.window, self.window // 10, torch.tensor(before))
-            for update, deviations in zip(updates, far.tolist(), strict=True):
-                update.deviations[number_of] = deviations
+            earlier, fewest = torch.tensor(before), self.window // 10
+            far = stats.rolling_deviations(values, self.window, fewest, earlier)
+            finite = torch.cat([torch.full((self.window,), math.nan), earlier, values]).isfinite()
+            counted = finite.unfold(0, self.window, 1)[-len(values) - 1 : -1].sum(1)  # before each of the values
+            for update, deviations, count in zip(updates, far.tolist(), counted.tolist(), strict=True):
+                update.deviations[number_of] = deviations if count >= fewest else None
             jumps = far >= self.deviations
             progress["jumps"][name] += int(jumps.sum())
             jumped |= jumps
@@ -493,15 +496,21 @@ class SpikeGuard(Monitor):
         return max((number for number in taken if update - number >= self.back), default=taken[0])
 
     def _go_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put training back to the snapshot; those after it are of a course that is given up."""
+        """Put training back to the snapshot; those after it are of a course that is given up.
+
+        Before the first snapshot the weights are where to go back to, since the update was dropped.
+        """
         progress = self.progress
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.update <= progress["back_to"]]
-        chosen = self._snapshots[-1]
-        chosen.restore(trainer, pl_module)
-        progress |= {name: copy.deepcopy(chosen.watched[name]) for name in ("recent", "first_losses")}
+        slowed = progress["rollbacks"] - 1  # by so many rollbacks, before this one
+        if self._snapshots:
+            chosen = self._snapshots[-1]
+            chosen.restore(trainer, pl_module)
+            progress |= {name: copy.deepcopy(chosen.watched[name]) for name in ("recent", "first_losses")}
+            slowed = chosen.watched["rollbacks"]
         progress["rolled_back_at"] = step_of(trainer) + 1
         if self.learning_rate_factor < 1:
-            slow_down(trainer, self.learning_rate_factor ** (progress["rollbacks"] - chosen.watched["rollbacks"]))
+            slow_down(trainer, self.learning_rate_factor ** (progress["rollbacks"] - slowed))
 
     def _drop(self, trainer: pl.Trainer, update: WatchedUpdate) -> Rehearsal:
         """Let the update that is being made change nothing, and run its batches once more to see what was wrong."""

@@ -36,8 +36,9 @@ class WatchedUpdate:
     weights: list[str] = field(default_factory=list)
     """Which these are of, by name."""
     learning_rate: Tensor | float = math.nan
-    deviations: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    """By how many standard deviations loss and gradient norm are off their means, once they are judged."""
+    deviations: list[float | None] = field(default_factory=lambda: [None, None])
+    """By how many standard deviations loss and gradient norm are off their means; None where too few came before them
+    to have these, or until they are judged."""
     layers: dict[str, float] | None = None
     """L2 norm of the gradient of each layer, once somebody has asked."""
 

@@ -202,6 +202,18 @@ def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
     assert [event["back_to"] for event in events(tmp_path)] == [1, 10, 10]
 
 
+def test_a_rollback_before_the_first_snapshot_lowers_the_learning_rate_too(tmp_path: Path) -> None:
+    """Once, also where later rollbacks go back to where it left training."""
+    watching = guard("rollback", learning_rate_factor=0.5)
+    stabilizer, poison = Stabilizer(warmup=Noam(4)), Poison({1: "infinite", 2: "nan", 6: "nan"})
+    train(tmp_path, batches(8), watching, poison, stabilizer=stabilizer)
+    assert [event["back_to"] for event in events(tmp_path)] == [0, 1, 4]
+    factor = Noam(4).at(16, 8).factor
+    full = [ADAM.keywords["lr"] * factor(update) for update in range(1, 7)]
+    slowed = [full[0], full[1] / 2, *(rate / 4 for rate in full[1:5]), *(rate / 8 for rate in full[3:5])]
+    assert [row["lr"] for row in rows(tmp_path) if "lr" in row] == pytest.approx(slowed)
+
+
 def test_slow_divergence_is_rolled_back_and_in_the_end_stops(tmp_path: Path, capsys: Any) -> None:
     """Whatever the weights are, this loss climbs: no way back helps."""
     losses = [5.0] + [4.0] * 50 + [5.0 + i / 25 for i in range(300)]
@@ -290,6 +302,7 @@ def test_overflows_that_do_not_end_are_told_with_the_scale(tmp_path: Path, polic
     (event,) = events(tmp_path)
     assert event["update"] == OVERFLOWS
     assert event["kind"] == "overflow"
+    assert deviations(event) == (None, None), "it is not judged"
     assert f"{OVERFLOWS} updates in a row overflowed in float16" in said
     assert re.search(r"loss scale is down to 0\.(125|0625)", said), said
 
@@ -543,6 +556,39 @@ def test_the_fields_of_an_event_are_those_of_the_readme(tmp_path: Path) -> None:
     assert said == list(event)
     assert event["loss"] == "nan"
     assert math.isnan(float(event["loss"]))
+
+
+def deviations(event: dict[str, Any]) -> tuple[Any, Any]:
+    return event["loss_deviations"], event["gradient_norm_deviations"]
+
+
+@pytest.mark.parametrize("policy", ["report", "skip"])
+@pytest.mark.parametrize(("before", "expected"), [([2.0], (None, None)), ([2.0, 4.0], (2e10 - 3, "inf"))])
+def test_deviations_are_null_without_enough_updates_before(
+    tmp_path: Path, policy: Any, before: list[float], expected: Any
+) -> None:
+    """A window of 20 asks for two; those of 2 and 4 are a mean of 3 and a deviation of 1."""
+
+    class Broken(Scripted):
+        def training_step(self, given: Any, batch_idx: int) -> torch.Tensor:
+            loss = super().training_step(given, batch_idx)
+            return loss + Infinite.apply(0 * self.weight) if batch_idx == len(before) else loss
+
+    losses = [*before, 2e10]
+    made = trainer(tmp_path, SpikeGuard(window=20, policy=policy), max_steps=len(losses))
+    made.fit(Broken(losses), loader([0] * len(losses)))
+    (event,) = events(tmp_path)
+    assert (event["update"], event["kind"], event["loss"]) == (len(losses), "not finite", 2e10)
+    assert deviations(event) == expected
+
+
+def test_updates_that_are_not_finite_are_no_history(tmp_path: Path) -> None:
+    """The loss has never been a number; the gradient norm has been 1 at a hundred updates, as many as are needed."""
+    run(tmp_path, [math.nan] * 101, SpikeGuard())
+    assert [(event["update"], deviations(event)) for event in events(tmp_path)] == [
+        (1, (None, None)),
+        (101, (None, 0.0)),
+    ]
 
 
 def test_weights_and_biases_gets_a_table_of_all_events(tmp_path: Path) -> None:
