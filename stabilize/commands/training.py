@@ -173,7 +173,11 @@ class Trainer(lightning.Trainer):
 
 
 class RunConfig(SaveConfigCallback):
-    """Writes the resolved config into the run's folder and into the config of the Weights & Biases run."""
+    """Writes the resolved config into the run's folder and into the config of the Weights & Biases run.
+
+    All but the checkpoint that the run took its state from, which is in its summary: whoever gives the config again
+    means this run, not the one before it.
+    """
 
     def save_config(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
         folder = Path(trainer.default_root_dir)
@@ -182,6 +186,7 @@ class RunConfig(SaveConfigCallback):
         for key in ("weights_only", "verbose", "return_predictions"):  # some verbs have them, others would refuse them
             if key in config and config[key] == self.parser.get_default(key):
                 del config[key]
+        taken, config["ckpt_path"] = config["ckpt_path"], None
         self.parser.save(config, folder / "config.yaml", skip_unset=False, skip_validation=True, overwrite=False)
         data = trainer.datamodule
         validation = pl_module.evaluations["val"].signatures(data.references.get("validation"))
@@ -191,7 +196,7 @@ class RunConfig(SaveConfigCallback):
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test, **lines})
             if isinstance(logger, Narrator):
-                logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None))
+                logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None), taken)
 
 
 class Command(LightningCLI):
