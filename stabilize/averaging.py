@@ -60,6 +60,7 @@ class Saved:
     Args:
         path: of the file.
         update: at which it was written.
+        run: the name of the folder of the run that wrote it, where it says so.
         monitor: the metric that its run ranks checkpoints by; none where it was not ranked.
         score: its own value of that metric.
         higher: whether more is better.
@@ -67,13 +68,14 @@ class Saved:
 
     path: Path
     update: int
+    run: str | None
     monitor: str | None
     score: float
     higher: bool
 
 
 def found(places: Sequence[Path]) -> list[Saved]:
-    """The checkpoints in files, folders, and run folders, averages left out; of two of the same update the first.
+    """The checkpoints in files, folders, and run folders, averages left out; of two of a run's same update the first.
 
     Raises:
         UserError: there is none, or one is damaged.
@@ -87,21 +89,22 @@ def found(places: Sequence[Path]) -> list[Saved]:
     named = ", ".join(map(str, places))
     if not everything:
         raise UserError(f"{named} has no checkpoint{checkpoint.such_as()}")
-    return list({(one.path.parent, one.update): one for one in reversed(everything)}.values())
+    return list({(one.path.parent, one.run, one.update): one for one in reversed(everything)}.values())
 
 
 def _looked_at(path: Path) -> Saved | None:
     saved = checkpoint.read(path)
     if "averaged" in saved:
         return None
+    update, run = saved["global_step"], saved.get("run", {}).get("folder")
     for key, state in saved.get("callbacks", {}).items():
         # A file's own score is the last one under its own name; `last.ckpt` has none.
         ranked = state.get("best_k_models", {}) if isinstance(state, dict) else {}
         own = {Path(name).name: float(score) for name, score in ranked.items()}
         if path.name in own:
             settings = ast.literal_eval(key[key.index("{") :])
-            return Saved(path, saved["global_step"], state["monitor"], own[path.name], settings["mode"] == "max")
-    return Saved(path, saved["global_step"], None, math.nan, False)
+            return Saved(path, update, run, state["monitor"], own[path.name], settings["mode"] == "max")
+    return Saved(path, update, run, None, math.nan, False)
 
 
 def choose(candidates: Sequence[Saved], which: Which) -> list[Saved]:

@@ -247,6 +247,37 @@ def test_a_run_that_went_on_averages_what_it_would_have_without_the_stop(
     assert "(test_average asks for" not in capsys.readouterr().out
 
 
+def averaged(run: Path) -> list[tuple[str, int]]:
+    """The run and the update of each state in the one mean of a run."""
+    (mean,) = run.glob("average_*.ckpt")
+    states = [checkpoint.read(Path(file["file"])) for file in checkpoint.read(mean)["averaged"]["files"]]
+    return [(state["run"]["folder"], state["global_step"]) for state in states]
+
+
+def test_states_of_another_run_in_the_same_folder_are_not_averaged(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of an unrelated run, nor of one that went on from the same state; and all runs of the line count."""
+    flags = ["--checkpoint.dirpath=shared", "--checkpoint.keep_last=9", "--trainer.val_check_interval=1"]
+    flags += ["--trainer.logger=false"]
+    last = ["--test_average.best=0", "--test_average.last=4"]
+    fit = ["fit", "-c", "tiny.yaml", *flags, *last]
+    quick = [*fit, "--test_average.last=0", "--test_after_fit=false"]
+    assert main([*quick, "--trainer.max_steps=2"]) == 0
+    first = newest(here / "runs")
+    shutil.copy(here / "shared" / "last.ckpt", here / "shared" / "two.ckpt")
+    assert main([*quick, "--trainer.max_steps=4", "--ckpt_path=shared/two.ckpt"]) == 0  # its states are newer
+    assert main([*quick, "--trainer.max_steps=3", "--ckpt_path=shared/two.ckpt"]) == 0
+    second = newest(here / "runs")
+    assert main([*fit, "--trainer.max_steps=4", "--ckpt_path=shared/last.ckpt"]) == 0
+    third = newest(here / "runs")
+    assert averaged(third) == [(third.name, 4), (second.name, 3), (first.name, 2), (first.name, 1)]
+    assert main([*fit, "--trainer.max_steps=1", "--seed_everything=2"]) == 0
+    alone = newest(here / "runs")
+    assert averaged(alone) == [(alone.name, 1)]
+    assert "tests the average of 1 checkpoints (test_average asks for 4)" in capsys.readouterr().out
+
+
 def test_an_average_of_fewer_says_of_how_many(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "-c", "tiny.yaml", "--trainer.max_steps=4"]) == 0
     run = newest(here / "runs")

@@ -147,25 +147,32 @@ def of_job(job: str | None) -> str:
 
 
 class Continuity(pl.Callback):
-    """What a run that goes on takes along: its name in Weights & Biases, what the narrator knows, and the numbers of
-    its last update, which the loggers get only after the checkpoint is written.
+    """What a run that goes on takes along: its name in Weights & Biases, what the narrator knows, where the states of
+    before lie, and the numbers of its last update, which the loggers get only after the checkpoint is written.
 
     Args:
         name: of the run, the same in all its folders.
         words: the command line.
         settings: as `decisive` has them.
+
+    Attributes:
+        line: the runs that it went on from, the first one first: the name of the run `folder`, where its `checkpoints`
+            lie, the last `update` that this run has of it.
     """
 
     def __init__(self, name: str, words: Sequence[str], settings: Mapping[str, Any]) -> None:
         self.name = name
         self.words = list(words)
         self.settings = dict(settings)
+        self.line: list[State] = []
         self._unheard: dict[str, float] = {}
 
     def on_save_checkpoint(self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: State) -> None:
         narrators = _narrators(trainer)
         checkpoint["run"] = {
             "name": self.name,
+            "folder": Path(trainer.default_root_dir).name,
+            "line": self.line,
             "job": slurm.job(),
             "words": self.words,
             "settings": self.settings,
@@ -179,6 +186,8 @@ class Continuity(pl.Callback):
             return
         run = checkpoint.get("run", {})
         self._unheard = run.get("unheard", {})
+        place, update = str(Path(trainer.ckpt_path or "").parent), checkpoint["global_step"]
+        self.line = [*run.get("line", []), {"folder": run.get("folder"), "checkpoints": place, "update": update}]
         for narrator, known in zip(_narrators(trainer), run.get("diaries", ()), strict=False):
             narrator.diary.load_state_dict(known)
         if "settings" in run:

@@ -52,14 +52,18 @@ class Narrator(Logger):
         """The run in a few numbers and facts, by key."""
         return self.diary.summary() | self._facts
 
-    def know(self, loggers: list[Logger], signature: str | None, entropy: float | None) -> None:
+    def know(
+        self, loggers: list[Logger], signature: str | None, entropy: float | None, taken: str | None = None
+    ) -> None:
         """Take in what no number says: sacreBLEU's signature of the validation's BLEU, if that is computed, the entropy
-        of single words, and who else is told."""
+        of single words, the checkpoint that the state was taken from, and who else is told."""
         self._others = [logger for logger in loggers if isinstance(logger, WandbLogger)]
         self.diary.entropy = entropy
         self._facts = {} if signature is None else {"best/bleu_signature": signature}
         if entropy is not None:
             self._facts["train/word_entropy"] = entropy
+        if taken is not None:
+            self._facts["checkpoint"] = taken
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

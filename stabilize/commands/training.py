@@ -7,6 +7,7 @@ import errno
 import inspect
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -173,7 +174,11 @@ class Trainer(lightning.Trainer):
 
 
 class RunConfig(SaveConfigCallback):
-    """Writes the resolved config into the run's folder and into the config of the Weights & Biases run."""
+    """Writes the resolved config into the run's folder and into the config of the Weights & Biases run.
+
+    All but the checkpoint that the run took its state from, which is in its summary: whoever gives the config again
+    means this run, not the one before it.
+    """
 
     def save_config(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
         folder = Path(trainer.default_root_dir)
@@ -182,6 +187,7 @@ class RunConfig(SaveConfigCallback):
         for key in ("weights_only", "verbose", "return_predictions"):  # some verbs have them, others would refuse them
             if key in config and config[key] == self.parser.get_default(key):
                 del config[key]
+        taken, config["ckpt_path"] = config["ckpt_path"], None
         self.parser.save(config, folder / "config.yaml", skip_unset=False, skip_validation=True, overwrite=False)
         data = trainer.datamodule
         validation = pl_module.evaluations["val"].signatures(data.references.get("validation"))
@@ -191,7 +197,7 @@ class RunConfig(SaveConfigCallback):
             if isinstance(logger, WandbLogger):
                 logger.log_hyperparams({**pl_module.spec(), "signatures": validation, "test_signatures": test, **lines})
             if isinstance(logger, Narrator):
-                logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None))
+                logger.know(trainer.loggers, validation.get("bleu"), getattr(data, "word_entropy", None), taken)
 
 
 class Command(LightningCLI):
@@ -313,7 +319,8 @@ class Command(LightningCLI):
         if trainer.loggers:
             trainer.loggers = [*trainer.loggers, Narrator(folder, self.subcommand == "fit")]
         if not given.get("barebones"):
-            trainer.callbacks.insert(0, continuing.Continuity(name, self.words, self._settings))
+            self.continuity = continuing.Continuity(name, self.words, self._settings)
+            trainer.callbacks.insert(0, self.continuity)
         return trainer
 
     def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> lightning.Trainer:
@@ -460,22 +467,26 @@ class Command(LightningCLI):
         return self.trainer.strategy.broadcast(place)
 
     def _states(self, which: averaging.Which) -> list[averaging.Saved]:
-        """What can be averaged: the states of this run, and those up to where it went on from another.
+        """What can be averaged: the states of this run, and of those before it up to where it went on from them.
+
+        Others may lie beside them, where runs share `checkpoint.dirpath`.
 
         Raises:
             UserError: there is none, or one is damaged.
         """
-        saves, before = self.trainer.checkpoint_callback, self._get(self.config_init, "ckpt_path")
+        saves, line = self.trainer.checkpoint_callback, self.continuity.line
         if which.best:
             paths = [path for path in map(Path, saves.best_k_models) if path.is_file()]
             if not paths:
                 raise UserError(f"no checkpoint is ranked by {saves.monitor}")
             return averaging.found(paths)
-        states = averaging.found([Path(saves.dirpath)])
-        if before is None or Path(before).parent.resolve() == Path(saves.dirpath).resolve():
-            return states
-        last = checkpoint.read(Path(before))["global_step"]
-        return states + [one for one in averaging.found([Path(before).parent]) if one.update <= last]
+        ends = {Path(self.trainer.default_root_dir).name: math.inf} | {one["folder"]: one["update"] for one in line}
+        places = dict.fromkeys(Path(place) for place in (saves.dirpath, *(one["checkpoints"] for one in line)))
+        everything = averaging.found([place for place in places if place.is_dir()])
+        states = {one.update: one for one in everything if one.update <= ends.get(one.run, -1)}
+        if not states:
+            raise UserError(f"{saves.dirpath} has no checkpoint of this run")
+        return list(states.values())
 
     def after_validate(self) -> None:
         self._report({})

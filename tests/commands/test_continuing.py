@@ -158,6 +158,21 @@ def test_the_config_of_a_run_goes_on_with_that_run(here: Path, capsys: pytest.Ca
     assert f"goes on from {other}/checkpoints/last.ckpt" in capsys.readouterr().out
 
 
+def test_the_config_of_a_run_that_went_on_stands_for_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not for the one before it: its weights are asked for, and a fit of it begins at the beginning."""
+    fit()
+    _, second = fit("--ckpt_path=last", "--trainer.max_steps=3")
+    assert state(second)["global_step"] == 3
+    config = f"--config={second}/config.yaml"
+    for verb in ("test", "validate", "predict"):
+        capsys.readouterr()
+        assert main([verb, config]) == 2
+        assert f"error: {verb} needs weights: --ckpt_path; the newest is {second}/" in capsys.readouterr().err
+    code, again = fit(config, "--trainer.max_steps=1")
+    assert (code, state(again)["global_step"]) == (0, 1)
+    assert "goes on from" not in capsys.readouterr().out
+
+
 def told(*words: str) -> list[str]:
     """The warnings of a run."""
     with warnings.catch_warnings(record=True) as said:

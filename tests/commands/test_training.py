@@ -127,6 +127,8 @@ def test_no_run_collides_with_another(trained: Path, here: Path) -> None:
     assert (trained / "config.yaml").read_text() == before
     assert (first / "config.yaml").read_text() == (second / "config.yaml").read_text()
     assert yaml.safe_load((resumed / "config.yaml").read_text())["trainer"]["max_steps"] == 3
+    for run in (resumed, tested, validated):
+        assert json.loads((run / "summary.json").read_text())["checkpoint"] == f"{trained}/checkpoints/last.ckpt"
     state = torch.load(resumed / "checkpoints" / "last.ckpt", weights_only=True)
     assert state["global_step"] == 3
     assert not list(resumed.rglob("hparams.yaml"))
