@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import itertools
@@ -13,6 +14,7 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
+from stabilize.data.cutting import Cutting, Lattice, Merging
 from stabilize.errors import UserError
 from stabilize.tokens import BEGIN, END, PAD, UNKNOWN
 
@@ -129,14 +131,31 @@ class Tokenizer:
         return np.fromiter(itertools.chain.from_iterable(found), self.dtype, int(lengths.sum())), lengths
 
     def sample(self, text: str, share: float, seed: int) -> list[int]:
-        """Ids of another way to cut a text into pieces, the same one for the same seed (32 bits).
+        """Ids of another way to cut a text into pieces, the same one for the same seed, in whatever process.
 
         Args:
             share: BPE: of the merges that are left out (BPE-dropout, Provilkov et al. 2020); unigram: the exponent of
-                the probabilities that ways are drawn with (Kudo 2018).
+                the probabilities that ways are drawn with (Kudo 2018); 0: the usual pieces.
         """
-        sentencepiece.set_random_generator_seed(seed)
-        return self._pieces.EncodeAsIds(text, enable_sampling=True, alpha=share, nbest_size=-1)
+        if not share:
+            return self.encode(text)
+        return self._cutting.draw(self._pieces.Normalize(text), share, seed)
+
+    @functools.cached_property
+    def _cutting(self) -> Cutting:
+        pieces = self._pieces
+        texts = {
+            piece: i
+            for i, piece in enumerate(self.pieces)
+            if not (pieces.IsUnknown(i) or pieces.IsControl(i) or pieces.IsByte(i))
+        }
+        byte_ids = [i for i in range(self.vocabulary) if pieces.IsByte(i)]
+        try:
+            pieces.NBestEncode("", nbest_size=1)
+            kind: type[Cutting] = Lattice
+        except RuntimeError:  # only a unigram model knows more than one way
+            kind = Merging
+        return kind(texts, {piece: pieces.GetScore(i) for piece, i in texts.items()}, byte_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids, one line; pad, begin and end are dropped, the unknown token reads ` ⁇ `."""
