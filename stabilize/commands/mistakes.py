@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import importlib
 import inspect
+import itertools
 import traceback
 import types
 import typing
@@ -89,20 +90,21 @@ def made(key: str, kind: type, make: Callable[[dict[str, Any]], Any], arguments:
     """What `make` gives for the arguments of a class, which stand below `key` in a config.
 
     Raises:
-        UserError: it fails, and does not with the default in place of one argument, which is named.
+        UserError: it fails, and does not with the defaults in place of one argument or two, which are named.
     """
     try:
         return make(arguments)
     except Exception as error:
         defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
-        for name, value in arguments.items():
+        chosen = {name: value for name, value in arguments.items() if value is not defaults[name]}
+        for names in itertools.chain.from_iterable(itertools.combinations(chosen, size) for size in (1, 2)):
             with contextlib.suppress(Exception):
-                if value is not defaults[name]:
-                    make({**arguments, name: defaults[name]})
-                    break
+                make(arguments | {name: defaults[name] for name in names})
+                break
         else:
             raise
-        raise UserError(f"{key}.{name} is {_shown(value)}: {one_line(error)}") from error
+        named = " and ".join(f"{key}.{name} is {_shown(chosen[name])}" for name in names)
+        raise UserError(f"{named}: {one_line(error)}") from error
 
 
 def class_being_made(error: BaseException) -> str | None:
