@@ -93,7 +93,7 @@ def found(places: Sequence[Path]) -> list[Saved]:
 
 
 def _looked_at(path: Path) -> Saved | None:
-    saved = checkpoint.read(path)
+    saved = checkpoint.read(path, "checkpoint")
     if "averaged" in saved:
         return None
     update, run = saved["global_step"], saved.get("run", {}).get("folder")
@@ -142,7 +142,7 @@ def average(paths: Sequence[Path], which: Which) -> dict[str, Any]:
     sums: dict[str, Tensor] = {}
     files: list[dict[str, Any]] = []
     for path in paths:
-        saved = checkpoint.read(path)
+        saved = checkpoint.read(path, "checkpoint")
         first = first or saved
         _check(paths[0], first, path, saved)
         for name, value in saved["state_dict"].items():

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from stabilize.errors import TrainingStoppedError, UserError
+from stabilize.errors import FULL, TrainingStoppedError, UserError
 
 VERBS = {
     "fit": "train, and where asked test the result",
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
+        _write_no_more()
         return 128 + signal.SIGPIPE
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # how rich leaves
@@ -95,6 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, OSError) and error.errno in FULL:
+            try:
+                sys.stdout.flush()
+            except OSError:
+                _write_no_more()
+            print(f"error: the output cannot be written: {error.strerror}; another disk would do", file=sys.stderr)
+            return 2
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
         print(f"error: {type(error).__name__}: {error}{notes}\n(--debug shows the traceback)", file=sys.stderr)
         return 1
@@ -107,6 +114,11 @@ def _warning(
 ) -> str:
     """A warning as a user reads it: not where in the code it was given."""
     return f"warning: {message}\n"
+
+
+def _write_no_more() -> None:
+    """Let what was printed go nowhere, or the interpreter's last flush fails again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

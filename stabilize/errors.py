@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""How a system says that there is no more room."""
+
 
 class UserError(Exception):
     """One sentence that names the key or file, the value given, and what would do.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import inspect
 import json
 import logging
@@ -71,7 +70,7 @@ from stabilize.commands.mistakes import (
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.results import results
 from stabilize.data import ParallelText, SyntheticCorpus, Tokenizer, TranslationData
-from stabilize.errors import TrainingStoppedError, UserError, at_least
+from stabilize.errors import FULL, TrainingStoppedError, UserError, at_least
 from stabilize.task import TranslationTask
 
 RUN_FOLDER = "STABILIZE_RUN_FOLDER"
@@ -95,9 +94,6 @@ NOISE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # between Lightning and torch
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
-
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""How a system says that there is no more room."""
 
 BEGUN = {"config.yaml", "data.json", "tokenizer.model", "wandb"}
 """What a run has in its folder before it does anything."""

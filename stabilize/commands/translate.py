@@ -49,12 +49,21 @@ def lines_of(descriptor: int, most: int) -> Iterator[list[bytes]]:
     """Lines without their line feed: at once all that have arrived, at least one and at most so many.
 
     The last need not have a line feed. Of a line that is longer than `LONGEST` bytes only these are kept.
+
+    Raises:
+        UserError: it cannot be read, as a folder cannot.
     """
     ready: list[bytes] = []
     open_line, at_end = bytearray(), False
     while True:
         while not at_end and len(ready) < most and (not ready or select.select([descriptor], [], [], 0)[0]):
-            arrived = os.read(descriptor, 2**16)
+            try:
+                arrived = os.read(descriptor, 2**16)
+            except OSError as error:
+                raise UserError(
+                    f"translate: standard input cannot be read: {error.strerror}; stabilize translate ... < in > out "
+                    "would do"
+                ) from error
             at_end = not arrived
             first, *others = arrived.split(b"\n")
             open_line += first[: LONGEST - len(open_line)]

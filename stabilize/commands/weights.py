@@ -28,7 +28,13 @@ def load(path: Path) -> TranslationTask:
     checkpoint.read(path, "checkpoint")
     try:
         return TranslationTask.load_from_checkpoint(path)
-    except (ImportError, AttributeError, TypeError) as error:
+    except UserError as error:
+        raise UserError(f"checkpoint is {path}: {error}") from error
+    except (ImportError, AttributeError) as error:
         raise UserError(
             f"{path} needs a strategy that is not here: {error}; install the package that has it"
+        ) from error
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:  # a part is missing, or is something else
+        raise UserError(
+            f"checkpoint is {path}, which is damaged, or of another version of stabilize: {plugins.describe(error)}"
         ) from error

@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from stabilize.commands import translate
 from stabilize.commands.translate import Translator, lines_of
 from stabilize.data.pairs import Pairs
 from stabilize.decoding import BeamSearch
+from stabilize.errors import UserError
 from stabilize.task import TranslationTask
 from tests.checkout import ROOT
 from tests.tasks import ENGLISH, GERMAN, Sentences, small_task, small_trainer
@@ -160,6 +163,26 @@ def test_what_cannot_be(
     assert re.search(told, pipe.said)
 
 
+LACKING: dict[str, Callable[[dict[str, Any]], None]] = {
+    "RuntimeError": lambda saved: saved["task"].pop("hidden"),
+    "KeyError: 'precision'": lambda saved: saved.pop("precision"),
+    "Missing key": lambda saved: saved["state_dict"].popitem(),
+    "KeyError: 'stabilizer'": lambda saved: saved["task"].pop("stabilizer"),
+}
+
+
+@pytest.mark.parametrize("told", LACKING)
+def test_a_checkpoint_that_lacks_a_part(pipe: Pipe, checkpoint: Path, tmp_path: Path, told: str) -> None:
+    saved = torch.load(checkpoint, weights_only=True)
+    LACKING[told](saved)
+    torch.save(saved, tmp_path / "bad.ckpt")
+    assert pipe(text(*ENGLISH), "--checkpoint", str(tmp_path / "bad.ckpt"), code=2) == []
+    start = f"error: checkpoint is {tmp_path}/bad.ckpt, which is damaged, or of another version of stabilize: "
+    assert pipe.said.startswith(start)
+    assert told in pipe.said
+    assert "--debug" not in pipe.said
+
+
 def test_the_newest_checkpoint(pipe: Pipe, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs" / "a" / "checkpoints").mkdir(parents=True)
     (tmp_path / "runs" / "a" / "checkpoints" / "last.ckpt").symlink_to(checkpoint)
@@ -196,6 +219,15 @@ def test_what_has_arrived_is_not_kept_waiting() -> None:
     os.close(write)
     assert list(chunks) == [[b"last"]]
     os.close(read)
+
+
+def test_what_cannot_be_read_is_one_sentence() -> None:
+    folder = os.open("/", os.O_RDONLY)
+    try:
+        with pytest.raises(UserError, match="translate: standard input cannot be read: Is a directory; "):
+            next(lines_of(folder, 1))
+    finally:
+        os.close(folder)
 
 
 def test_a_line_without_end_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -249,3 +281,18 @@ def test_a_reader_that_goes_away_ends_it(checkpoint: Path) -> None:
     assert process.returncode == 141
     assert b"Traceback" not in said
     assert b"Error" not in said
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_that_has_no_room_is_one_sentence(checkpoint: Path, unbuffered: str) -> None:
+    """Whether it is written at once or when the interpreter ends."""
+    command = [sys.executable, "-m", "stabilize", "translate", "--checkpoint", str(checkpoint), "--beam", "1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "wb") as full:
+        end = subprocess.run(
+            command, cwd=ROOT, env=environment, input=text(*ENGLISH), stdout=full, stderr=subprocess.PIPE, timeout=300
+        )
+    *_, line = end.stderr.decode().splitlines()
+    assert line == "error: the output cannot be written: No space left on device; another disk would do"
+    assert end.returncode == 2
