@@ -191,7 +191,7 @@ def test_from_the_run_to_the_test_of_its_average(
     here: Path, six_updates: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands of the README: stabilize average, and test, predict and fit with what it wrote."""
-    shutil.copytree(six_updates, here / "runs")
+    shutil.copytree(six_updates, here / "runs", ignore=shutil.ignore_patterns("wandb"))
     run = newest(here / "runs")
     mean = checkpoint.read(run / "average_best_3.ckpt")
     states = [checkpoint.read(path)["state_dict"] for path in (run / "checkpoints").glob("update_*.ckpt")]
@@ -230,7 +230,7 @@ def test_a_run_that_went_on_averages_what_it_would_have_without_the_stop(
     here: Path, six_updates: Path, capsys: pytest.CaptureFixture[str], kind: str, count: int, updates: list[int]
 ) -> None:
     """Of one update, without a validation: of its own it has no more than its last state."""
-    shutil.copytree(six_updates, here / "runs")
+    shutil.copytree(six_updates, here / "runs", ignore=shutil.ignore_patterns("wandb"))
     before = newest(here / "runs") / "checkpoints"
     flags = ["--test_average.best=0", f"--test_average.{kind}={count}", "--trainer.max_steps=7"]
     assert main(["fit", "-c", "tiny.yaml", "--ckpt_path=last", *flags]) == 0

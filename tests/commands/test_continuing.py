@@ -295,6 +295,7 @@ def test_all_that_counts_over_a_run_goes_on_in_another_folder(here: Path) -> Non
             assert value["wait_count"] > 0
             assert found["callbacks"][key] == value
     summaries = [json.loads((run / "summary.json").read_text()) for run in (resumed, whole)]
+    assert Path(summaries[0].pop("checkpoint")).resolve().parents[1].name == first.name
     assert summaries[0] == summaries[1]
     (record,) = resumed.glob("wandb/offline-run-*")
     assert record.name.endswith(f"-{first.name}")
