@@ -428,7 +428,8 @@ LATE = {
     ),
     "monitor": (
         ["--checkpoint.monitor=foo", "--trainer.val_check_interval=1"],
-        "checkpoint.monitor is foo, which no validation gives; val/loss, val/nll, val/bleu, val/chrf would do",
+        "checkpoint.monitor is foo, which no validation gives; val/loss, val/nll, val/bleu, val/chrf, val/lines, "
+        "val/empty, val/truncated would do",
     ),
 }
 
