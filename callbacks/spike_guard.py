@@ -225,6 +225,8 @@ class SpikeGuard(Monitor):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        if self.policy == "rollback" and not self._snapshots:
+            self._snapshots = [self._snapshot(trainer, pl_module, step_of(trainer))]
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -271,11 +273,14 @@ class SpikeGuard(Monitor):
         if self._put_back:
             self._go_back(trainer, pl_module)
         update, rolled_back_at = step_of(trainer) + 1, self.progress["rolled_back_at"]
-        if not self._snapshots or update - max(self._snapshots[-1].update, rolled_back_at) >= self.back:
-            watched = {name: self.progress[name] for name in ("recent", "first_losses", "rollbacks")}
-            snapshot = Snapshot.take(trainer, pl_module, update, watched)
-            self._snapshots = [*self._snapshots[-1:], snapshot]
+        if update - max(self._snapshots[-1].update, rolled_back_at) >= self.back:
+            self._snapshots = [self._snapshots[-1], self._snapshot(trainer, pl_module, update)]
         self._put_back = False
+
+    def _snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule, update: int) -> Snapshot:
+        """The training after an update."""
+        watched = {name: self.progress[name] for name in ("recent", "first_losses", "rollbacks")}
+        return Snapshot.take(trainer, pl_module, update, watched)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._window = []  # `on_train_batch_start` may have ended the epoch, after which no batch is used
@@ -492,25 +497,19 @@ class SpikeGuard(Monitor):
 
     def _target(self, update: int) -> int:
         """The update of the snapshot that a rollback goes back to: the newest that is old enough, else the oldest."""
-        taken = [snapshot.update for snapshot in self._snapshots] or [update - 1]
+        taken = [snapshot.update for snapshot in self._snapshots]
         return max((number for number in taken if update - number >= self.back), default=taken[0])
 
     def _go_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put training back to the snapshot; those after it are of a course that is given up.
-
-        Before the first snapshot the weights are where to go back to, since the update was dropped.
-        """
+        """Put training back to the snapshot; those after it are of a course that is given up."""
         progress = self.progress
         self._snapshots = [snapshot for snapshot in self._snapshots if snapshot.update <= progress["back_to"]]
-        slowed = progress["rollbacks"] - 1  # by so many rollbacks, before this one
-        if self._snapshots:
-            chosen = self._snapshots[-1]
-            chosen.restore(trainer, pl_module)
-            progress |= {name: copy.deepcopy(chosen.watched[name]) for name in ("recent", "first_losses")}
-            slowed = chosen.watched["rollbacks"]
+        chosen = self._snapshots[-1]
+        chosen.restore(trainer, pl_module)
+        progress |= {name: copy.deepcopy(chosen.watched[name]) for name in ("recent", "first_losses")}
         progress["rolled_back_at"] = step_of(trainer) + 1
         if self.learning_rate_factor < 1:
-            slow_down(trainer, self.learning_rate_factor ** (progress["rollbacks"] - slowed))
+            slow_down(trainer, self.learning_rate_factor ** (progress["rollbacks"] - chosen.watched["rollbacks"]))
 
     def _drop(self, trainer: pl.Trainer, update: WatchedUpdate) -> Rehearsal:
         """Let the update that is being made change nothing, and run its batches once more to see what was wrong."""
@@ -606,7 +605,7 @@ class SpikeGuard(Monitor):
             return None, ""
         if len(broken) == len(norms):
             return None, ", and no layer has a finite gradient"
-        where = f", and the gradients of {len(broken)} of {len(norms)} layers are not finite, the last {broken[-1]}"
+        where = f", and the gradients of {len(broken)} of {len(norms)} blocks are not finite, the last {broken[-1]}"
         return {"module": broken[-1], "what": "gradient by the weights"}, where
 
     def _until(self, update: WatchedUpdate) -> list[WatchedUpdate]:

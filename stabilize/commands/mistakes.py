@@ -15,7 +15,7 @@ import itertools
 import traceback
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -460,6 +460,9 @@ def _names(kind: Any) -> Iterator[str]:
     elif origin in (typing.Union, types.UnionType):
         for part in parts:
             yield from _names(part)
+    elif isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping) and parts:
+        items = dict.fromkeys(name for part in parts if part is not ... for name in _names(part))
+        yield f"a list of {', '.join(items)}"
     elif kind is type(None):
         yield "null"
     else:

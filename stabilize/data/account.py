@@ -18,7 +18,7 @@ def summary(account: Mapping[str, Any]) -> str:
     """How many pairs there are, and which tokenizer, on one line."""
     counts = [f"{split} {account[split]['pairs']:,}" for split in SPLITS if split in account]
     tokenizer = account["tokenizer"]
-    return f"pairs: {', '.join(counts)}; vocabulary {tokenizer['vocabulary']:,} ({tokenizer['hash']})"
+    return f"pairs: {', '.join(counts) or 'none'}; vocabulary {tokenizer['vocabulary']:,} ({tokenizer['hash']})"
 
 
 def table(account: Mapping[str, Any]) -> Table | None:

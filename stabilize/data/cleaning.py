@@ -35,6 +35,7 @@ RULES: Final = {
     "in_test": "source or target is a line of the test text",
     "too_long": "more tokens than maximum_length on a side",
     "length_ratio": "one side has more than maximum_ratio times the tokens of the other",
+    "cut": "more tokens than evaluation_maximum_length on a side, of which the first are read; in evaluation alone",
 }
 """What each rule looks for, in the order of the account. A pair that is dropped counts under one reason, the first."""
 
@@ -111,7 +112,7 @@ class Met(NamedTuple):
     first_line: int
     """Number of the first of them, counted from 1."""
     done: str
-    """Repaired, dropped or kept."""
+    """Repaired, dropped, kept or cut."""
 
 
 class Policy(NamedTuple):
@@ -129,11 +130,11 @@ class Policy(NamedTuple):
     """No rule drops."""
 
     def done(self, rule: str) -> str:
-        """Repaired, dropped or kept."""
+        """Repaired, dropped, kept or cut."""
         if rule in REPAIRS or (rule == "escaped_entity" and self.unescape):
             return "repaired"
         if self.evaluation:
-            return "repaired" if rule == "invalid_utf8" else "kept"
+            return {"invalid_utf8": "repaired", "cut": "cut"}.get(rule, "kept")
         return "dropped" if rule in DROPPING or rule in self.drop else "kept"
 
     def note(self, met: dict[str, Met], rule: str, lines: NDArray[np.int64]) -> None:
@@ -176,13 +177,14 @@ class Marks:
             source, met = clean(raw_source, unescape=self.policy.unescape)
             target, met_too = clean(raw_target, unescape=self.policy.unescape)
             met |= met_too
-            if is_blank(source) or is_blank(target):
+            blank = is_blank(source) or is_blank(target)
+            if blank:
                 met |= BIT["blank"]
             if self.policy.evaluation:  # further references are scored, and not learnt
                 for line in references:
                     met |= clean(line, unescape=False)[1] | (BIT["blank"] if is_blank(line) else 0)
             words = _words(source), _words(target)
-            if words[0] == words[1]:
+            if words[0] == words[1] and not blank:
                 met |= BIT["copied"]
             sources.append(source)
             targets.append(target)

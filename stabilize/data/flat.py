@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stabilize.data.tokenizer import Tokenizer
 from stabilize.errors import UserError
-from stabilize.tokens import PAD
+from stabilize.tokens import END, PAD
 
 
 class Shared:
@@ -93,6 +93,14 @@ class Sentences(Flat):
         """In memory."""
         ids, lengths = tokenizer.encode_all(lines)
         return cls(ids, np.cumsum(lengths))
+
+    def cut(self, longest: int) -> Self:
+        """The first `longest` tokens of each line, of which the end token is the last."""
+        lengths = np.minimum(self.lengths, longest)
+        places = np.arange(len(self.values)) - np.repeat(self.ends - self.lengths, self.lengths)
+        ids, ends = self.values[places < np.repeat(lengths, self.lengths)], np.cumsum(lengths)
+        ids[ends - 1] = END
+        return type(self)(ids, ends)
 
     def padded(self, rows: NDArray[np.int64]) -> Tensor:
         """Some lines side by side, filled up with the pad token, [rows, longest], int64."""

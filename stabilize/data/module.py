@@ -60,6 +60,8 @@ class TranslationData(LightningDataModule, ABC):
         batch_tokens: budget of a training batch: rows x longest sentence of either side, padding and end included.
         evaluation_batch_tokens: the same in evaluation.
         maximum_length: longest training sentence in tokens, end included; longer pairs are dropped.
+        evaluation_maximum_length: the same in evaluation, where a longer line is read, and its nll taken, up to there;
+            scores are taken with its whole reference.
         validation_pairs: use only the first n validation lines; none uses all. Of a corpus without validation text, the
             last n training lines (none: 1,000) are held out.
         seed: of the order of the training data and its noise; none: the seed of `seed_everything`.
@@ -82,6 +84,7 @@ class TranslationData(LightningDataModule, ABC):
         batch_tokens: int = 4096,
         evaluation_batch_tokens: int = 8192,
         maximum_length: int = 256,
+        evaluation_maximum_length: int = 1024,
         validation_pairs: int | None = None,
         seed: int | None = None,
         workers: int = 0,
@@ -98,6 +101,7 @@ class TranslationData(LightningDataModule, ABC):
             batch_tokens=(batch_tokens, 1),
             evaluation_batch_tokens=(evaluation_batch_tokens, 1),
             maximum_length=(maximum_length, 1),
+            evaluation_maximum_length=(evaluation_maximum_length, 2),
             validation_pairs=(1 if validation_pairs is None else validation_pairs, 1),
             seed=(0 if seed is None else seed, 0),
             workers=(workers, 0),
@@ -113,6 +117,7 @@ class TranslationData(LightningDataModule, ABC):
         self.policy = Policy(unescape, tuple(drop), maximum_length, maximum_ratio)
         self.batch_tokens = batch_tokens
         self.evaluation_batch_tokens = evaluation_batch_tokens
+        self.evaluation_maximum_length = evaluation_maximum_length
         self.validation_pairs = validation_pairs
         self.seed = seed
         self.workers = workers
@@ -233,13 +238,15 @@ class TranslationData(LightningDataModule, ABC):
         numbers, met = marks.account()
         lengths = np.stack([source.lengths, target.lengths])
         marks.policy.by_length(met, numbers, lengths)
+        longest = self.evaluation_maximum_length
+        marks.policy.note(met, "cut", numbers[lengths.max(0) > longest])
         learnt = unescaped if held_out and self.policy.unescape else str  # how references were read in training
         written = Pairs.of(
             [as_written(line), *(as_written(learnt(other)) for other in references)] for line, *references in text
         )
-        self._splits[split] = TokenizedPairs(source, target, numbers, text=written)
+        self._splits[split] = TokenizedPairs(source.cut(longest), target.cut(longest), numbers, text=written)
         self._note(split, len(text), len(text), met, hash_of_rows(text), held_out=held_out)
-        self.longest_line = max(self.longest_line, int(lengths.max()))
+        self.longest_line = max(self.longest_line, min(longest, int(lengths.max())))
 
     def _note(
         self, split: Split, lines: int, pairs: int, met: dict[str, Met], sha256: str, *, held_out: int = 0
@@ -312,7 +319,7 @@ class TranslationData(LightningDataModule, ABC):
 
     def _loader(self, split: Split, tokens: int, *, shuffle: bool) -> BatchLoader:
         if split not in self._splits:
-            raise UserError(f"data.init_args gives no {split} text: say where it is, or leave this command")
+            raise UserError(f"data gives no {split} text: say where it is, or leave this command")
         pairs = self._splits[split]
         sampler = TokenBatches(
             pairs.source_lengths,

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -96,10 +97,17 @@ class Tokenizer:
                 minloglevel=2,
             )
         except (RuntimeError, ValueError) as error:
+            if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error)):
+                bytes_too = (
+                    "" if byte_fallback else ", or data.byte_fallback: true where there are very many characters"
+                )
+                raise UserError(
+                    f"data.vocabulary is {vocabulary}, too few pieces for the characters of the text; {least[1]} or "
+                    f"more would do{bytes_too}"
+                ) from error
             raise UserError(
-                f"data.init_args.vocabulary: {vocabulary} pieces cannot be learnt from {next(count)} lines"
-                f" (SentencePiece: {str(error).splitlines()[-1].strip()}): give non-blank text, a vocabulary that"
-                " holds all its characters, or byte_fallback: true where there are very many"
+                f"data.vocabulary: {vocabulary} pieces cannot be learnt from {next(count)} lines (SentencePiece: "
+                f"{str(error).splitlines()[-1].strip()}); non-blank text would do"
             ) from error
         return cls(model.getvalue())
 

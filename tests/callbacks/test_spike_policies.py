@@ -179,7 +179,7 @@ def test_after_a_rollback_the_updates_since_have_never_been(tmp_path: Path, name
     """What goes on is a training on the batches up to the snapshot and those after the bad one; its schedule too."""
     settings = SETTINGS | {"noam": {"stabilizer": Stabilizer(warmup=Noam(4))}}
     given = batches(12)
-    bad, kept = 8, 5  # snapshots are taken after updates 1, 3, 5, 7
+    bad, kept = 8, 6  # snapshots are taken after updates 0, 2, 4, 6
     without, with_ = guard("report"), guard("rollback")
     expected = train(tmp_path / "without", given[:kept] + given[bad:], without, **settings[name])
     found = train(tmp_path / "with", given, with_, Poison({bad: kind}), **settings[name])
@@ -199,18 +199,18 @@ def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
     rates = [row["lr"] for row in rows(tmp_path) if "lr" in row]
     full = ADAM.keywords["lr"]
     assert rates == pytest.approx([full] * 4 + [full / 2] * 8 + [full / 4] * 2 + [full / 8] * 2)
-    assert [event["back_to"] for event in events(tmp_path)] == [1, 10, 10]
+    assert [event["back_to"] for event in events(tmp_path)] == [2, 10, 10]
 
 
-def test_a_rollback_before_the_first_snapshot_lowers_the_learning_rate_too(tmp_path: Path) -> None:
-    """Once, also where later rollbacks go back to where it left training."""
+def test_the_first_updates_are_rolled_back_to_the_start(tmp_path: Path) -> None:
+    """The schedule too; each lowers the learning rate once more."""
     watching = guard("rollback", learning_rate_factor=0.5)
     stabilizer, poison = Stabilizer(warmup=Noam(4)), Poison({1: "infinite", 2: "nan", 6: "nan"})
     train(tmp_path, batches(8), watching, poison, stabilizer=stabilizer)
-    assert [event["back_to"] for event in events(tmp_path)] == [0, 1, 4]
+    assert [event["back_to"] for event in events(tmp_path)] == [0, 0, 4]
     factor = Noam(4).at(16, 8).factor
-    full = [ADAM.keywords["lr"] * factor(update) for update in range(1, 7)]
-    slowed = [full[0], full[1] / 2, *(rate / 4 for rate in full[1:5]), *(rate / 8 for rate in full[3:5])]
+    full = [ADAM.keywords["lr"] * factor(update) for update in range(1, 5)]
+    slowed = [full[0], full[0] / 2, *(rate / 4 for rate in full), *(rate / 8 for rate in full[2:])]
     assert [row["lr"] for row in rows(tmp_path) if "lr" in row] == pytest.approx(slowed)
 
 
@@ -366,7 +366,7 @@ def test_two_ranks_drop_what_is_bad_on_one_of_them(tmp_path: Path) -> None:
     assert equal(first, second)
     assert all(weight.isfinite().all() for weight in first.values())
     (event,) = events(tmp_path)
-    assert (event["update"], event["back_to"]) == (4, 1)
+    assert (event["update"], event["back_to"]) == (4, 2)
     assert event["first_not_finite"] == {
         "rank": 1, "batch": 0, "module": f"model.{POISONED}", "what": "output"
     }  # fmt: skip
@@ -641,7 +641,7 @@ def test_a_report_names_the_sentences_and_what_the_gradients_tell(tmp_path: Path
         assert "the loss is nan, and no layer has a finite gradient" in said
         assert event["first_not_finite"] is None
     else:
-        assert "layers are not finite, the last model.decoder.layers.0" in said
+        assert "blocks are not finite, the last model.decoder.layers.0" in said
         assert event["first_not_finite"] == {"module": "model.decoder.layers.0", "what": "gradient by the weights"}
         assert "model.decoder.end" not in broken
 

@@ -144,6 +144,8 @@ class Case:
     names: set[str] = field(default_factory=set)
     """Keys, values and words that this has to do with."""
     files: dict[str, bytes] = field(default_factory=dict)
+    plain: dict[str, bytes] = field(default_factory=dict)
+    """The same as they were."""
     flags: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -306,7 +308,7 @@ def case(number: int, keys: list[str]) -> Case:
     paths = [QUICKSTART, *random.sample(OTHERS, random.choice([0, 1, 1, 2]))]
     for place, path in enumerate(paths):
         last = place == len(paths) - 1
-        content = text_of(path).encode()
+        made.plain[f"{place}_{path.stem}.yaml"] = content = text_of(path).encode()
         ways = random.choice(["tree", "tree", "tree", "text", "text", "tree flag", "flag", "flags"]) if last else ""
         made.what.append(path.stem)
         if "tree" in ways:

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import io
 import os
-import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -185,7 +185,7 @@ def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, fits: bool 
     try:
         looked = ended("explain", words, monkeypatch)
         if looked.code == 2:
-            return "refused", wrong_refusal(looked.said, made) or traces(folder, before)
+            return "refused", wrong_refusal(looked.said, made, monkeypatch, "explain") or traces(folder, before)
         if looked.code or looked.command is None:
             return "refused", f"exit code {looked.code}: {looked.said}"
         config = flat(looked.command.config["explain"])
@@ -196,7 +196,8 @@ def fault(made: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, fits: bool 
         words += smaller
         run = ended("fit", words, monkeypatch)
         if run.code == 2:
-            return "refused before training", wrong_refusal(run.said, made) or traces(folder, before)
+            wrong = wrong_refusal(run.said, made, monkeypatch, "fit", *smaller)
+            return "refused before training", wrong or traces(folder, before)
         if run.code or run.command is None:
             return "trained", f"exit code {run.code}: {run.said}"
         trainer = run.command.trainer
@@ -219,18 +220,22 @@ def traces(folder: Path, before: set[Path]) -> str:
     return f"a refused run left {', '.join(left)}" if left else ""
 
 
-def wrong_refusal(said: str, made: Case) -> str:
+def wrong_refusal(said: str, made: Case, monkeypatch: pytest.MonkeyPatch, verb: str, *flags: str) -> str:
     """What is wrong with a message: it is one sentence that names a file, or a key or value that was changed.
 
-    Nor is there the text that some of the configs are for, which may be the first thing found.
+    Some configs need text, a package or a processor that is not here: what they get as they are will do as well.
     """
     lines = [line for line in said.splitlines() if not line.startswith(("wandb: ", "warning: "))]
     if len(lines) != 1 or not lines[0].startswith("error: ") or "Traceback" in said or len(said) > 1500:
         return f"not one sentence: {said[-800:]}"
-    written = b"\n".join(made.files.values()).decode(errors="replace")
-    texts = set(re.findall(r"\.\./shared/[^\s{]+", written))
-    names = {name for name in {*made.files, *made.names, *texts} if len(name) > 1}
-    return "" if any(name[:40] in said for name in names) else f"names nothing of {names}: {said}"
+    names = {name for name in {*made.files, *made.names} if len(name) > 1}
+    if any(name[:40] in said for name in names):
+        return ""
+    with tempfile.TemporaryDirectory() as place:
+        for name, content in made.plain.items():
+            Path(place, name).write_bytes(content)
+        plain = ended(verb, [*(f"--config={place}/{name}" for name in made.plain), *flags], monkeypatch)
+    return "" if plain.said == said else f"names nothing of {names}: {said}"
 
 
 @pytest.fixture(scope="module")

@@ -150,6 +150,27 @@ def test_the_limit_counts_the_end_token(corpus: Path) -> None:
         assert sorted(lines(module.test_dataloader())) == list(range(9)), "evaluation drops nothing"
 
 
+def test_a_line_of_a_million_characters_is_read_to_the_limit(corpus: Path) -> None:
+    """It would be decoded for hours; its place, text and reference stay what they are."""
+    endless = "many words " * 90_000
+    write(corpus, "test", ["a line", endless, "a line", "a line"], ["eine Zeile", "eine Zeile", endless, "eine Zeile"])
+    module = ready(corpus, evaluation_maximum_length=30)
+    assert module.account["test"]["rules"]["cut"] == {
+        "pairs": 2,
+        "first_line": 2,
+        "done": "cut",
+    }
+    assert "cut" not in module.account["validation"]["rules"]
+    assert module.longest_line == max(30, *(len(row) for batch in module.train_dataloader() for row in batch.source))
+    (batch,) = module.test_dataloader()
+    rows = dict(zip(batch.index.tolist(), range(4), strict=True))
+    read = batch.source[rows[1]].tolist()
+    assert read == [*module.tokenizer.encode("many words " * 30)[:29], END]
+    assert (batch.source_text[rows[1]], batch.references[rows[2]]) == (endless, (endless,))
+    assert batch.target[rows[2]].tolist() == [BEGIN, *read]
+    assert module.tokenizer.decode(batch.source[rows[3]].tolist()) == "a line"
+
+
 def test_a_line_above_the_budget_is_a_batch(corpus: Path) -> None:
     module = ready(corpus, batch_tokens=3, evaluation_batch_tokens=3)
     assert [len(batch.index) for batch in module.test_dataloader()] == [1] * 9
