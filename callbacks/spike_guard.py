@@ -472,9 +472,8 @@ class SpikeGuard(Monitor):
             if alarm.kind != "spike":
                 progress["diverged_at"] = alarm.update
             return "stopped", "policy: stop ends training before this update"
-        target = self._target(alarm.update)
-        same_place = self.policy == "skip" or target == progress["back_to"]
-        in_a_row = progress["in_a_row"] = progress["in_a_row"] * same_place + 1
+        target = self._target(alarm.update) if self.policy == "rollback" else None
+        in_a_row = progress["in_a_row"] = progress["in_a_row"] * (target == progress["back_to"]) + 1
         progress["back_to"] = target
         if in_a_row > self.patience or (self.policy == "skip" and alarm.kind == "overflow"):
             progress["diverged_at"] = alarm.update

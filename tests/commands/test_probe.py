@@ -195,7 +195,7 @@ WRONG = {
     "no layers": (["--depths", "6", "0"], "depths is 6, 0; 1 is the least that will do"),
     "fewer than none": (["--depths", "-1"], "depths is -1; 1 is the least that will do"),
     "no depth": (["--depths"], "depths is empty; 1 is the least that will do"),
-    "no number": (["--depths", "6", "deep"], "depths is [6, deep]: expected list[int]"),
+    "no number": (["--depths", "6", "deep"], "depths is [6, deep]: expected a list of int"),
     "no tokens": (["--tokens=0"], "tokens is 0; 1 is the least that will do"),
     "a file in the way": (["--out", "tiny.yaml"], "the folder tiny.yaml cannot be made: File exists"),
     "an option mistyped": (["--depth", "6"], "depth is 6: there is no such key"),

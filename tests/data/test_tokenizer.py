@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -137,11 +138,25 @@ def test_unknown_characters_are_visible(tokenizer: Tokenizer) -> None:
     assert "⁇" in tokenizer.decode(tokenizer.encode("Я"))
 
 
-@pytest.mark.parametrize(("lines", "vocabulary"), [([], 100), (["", " "], 100), (LINES, 20)])
+@pytest.mark.parametrize(("lines", "vocabulary"), [([], 100), (["", " "], 100)])
 def test_what_cannot_be_learnt(lines: list[str], vocabulary: int, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match=rf"vocabulary: {vocabulary} .* {len(lines)} lines"):
         Tokenizer.train(lines, vocabulary=vocabulary)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("subwords", ["bpe", "unigram"])
+@pytest.mark.parametrize("byte_fallback", [False, True])
+def test_a_vocabulary_that_is_too_small_is_told_the_least_that_would_do(
+    subwords: Subwords, byte_fallback: bool
+) -> None:
+    options: Any = {"subwords": subwords, "byte_fallback": byte_fallback}
+    with pytest.raises(UserError, match=r"data\.vocabulary is 20, .*; \d+ or more would do") as refused:
+        Tokenizer.train(LINES, vocabulary=20, **options)
+    least = int(re.findall(r"(\d+) or more", str(refused.value))[0])
+    with pytest.raises(UserError, match=rf"; {least} or more would do"):
+        Tokenizer.train(LINES, vocabulary=least - 1, **options)
+    assert Tokenizer.train(LINES, vocabulary=least, **options).vocabulary <= least
 
 
 def test_what_is_no_tokenizer(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from stabilize.model import EncoderDecoder
 from stabilize.model.layer import compiled_run
 from stabilize.strategies import LayerEpsilon, Norm, PostNorm, Stabilizer
 from stabilize.strategies.menu import menu
-from tests.models import SOURCE, TARGET, assert_equal, disturb, every_stabilizer, model_of, sentences
+from tests.models import SOURCE, STABILIZERS, TARGET, assert_equal, disturb, model_of, sentences
 
 MOST_GRAPHS = 4
 SIZES = (4, 4, 4), (5, 7, 9), (1, 6, 7), (6, 12, 8), (3, 1, 5)
@@ -64,7 +64,13 @@ def seeded(model: EncoderDecoder, source: Tensor, target: Tensor) -> Tensor:
     return model(source, target)
 
 
-@every_stabilizer
+OF_EACH_KIND = ("post_norm", "realformer_mean", "dynamic_hyper_connections", "dlcl_post", "mix_norm", "value_residual")
+"""Nothing but the stream, scores, several streams, all layers, another norm in each, the first layer's values."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.soak) for name in STABILIZERS]
+)
 def test_18_layers_a_stack_share_four_graphs(name: str, graphs: Graphs) -> None:
     """`fullgraph` is set where layers compile, so a break in a graph would be an error here."""
     model = model_of(name, 18, 18).train()
