@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
 import math
@@ -241,10 +242,10 @@ class TranslationTask(LightningModule):
         factors: list[Callable[[int], float]] = []
         planned = self._plan
         for stabilizer, parameters in shares:
-            self._tell_plan(stabilizer)
             plain = [p for p in parameters if p.ndim < 2 or id(p) in spared]
             decayed = [p for p in parameters if p.ndim >= 2 and id(p) not in spared]
             factor = stabilizer.warmup.at(self.sizes.width, planned).factor
+            self._tell_plan(stabilizer, factor)
             for group in ({"params": decayed}, {"params": plain, "weight_decay": 0.0}):
                 if group["params"]:
                     groups.append(dict(group))
@@ -257,16 +258,23 @@ class TranslationTask(LightningModule):
         on with others."""
         return self._plan_before or (self.trainer.max_steps if self.trainer.max_steps > 0 else None)
 
-    def _tell_plan(self, stabilizer: Stabilizer) -> None:
+    def _tell_plan(self, stabilizer: Stabilizer, factor: Callable[[int], float]) -> None:
         """Warn of a schedule that will not end with this run."""
-        here = self.trainer.max_steps
-        if self._plan_before in (None, here) or here < 1:
+        here, name = self.trainer.max_steps, type(stabilizer.warmup).__name__
+        if here < 2:
             return
-        kept, new = (stabilizer.warmup.at(self.sizes.width, plan) for plan in (self._plan_before, here))
+        kept, new = (stabilizer.warmup.at(self.sizes.width, plan) for plan in (self._plan, here))
         if vars(kept) != vars(new):
             warnings.warn(
-                f"trainer.max_steps is {self._plan_before} in the checkpoint and {here} here; the learning rate of "
-                f"{type(kept).__name__} keeps the end it began with, and a new one begins with --weights",
+                f"trainer.max_steps is {self._plan} in the checkpoint and {here} here; the learning rate of {name} "
+                "keeps the end it began with, and a new one begins with --weights",
+                stacklevel=2,
+            )
+        elif factor(here - 1) == 0:
+            over = bisect.bisect_left(range(1, here), True, key=lambda update: factor(update) == 0) + 1
+            warnings.warn(
+                f"the learning rate of {name} is 0 from update {over:,} on, and trainer.max_steps is {here}; "
+                f"model.stabilizer.warmup.total: {here} would do",
                 stacklevel=2,
             )
 

@@ -9,6 +9,7 @@ import json
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,21 @@ def test_the_schedule_counts_updates(
 def test_every_schedule_reaches_the_optimizer(tmp_path: Path, warmup: Warmup, factor: Callable[[int], float]) -> None:
     fit(small_trainer(tmp_path, max_epochs=1), small_task(Stabilizer(warmup=warmup)), [sentence_batch(1)] * 6)
     assert curve(tmp_path, "lr") == pytest.approx({n - 1: 0.5 * factor(n) for n in range(1, 7)})
+
+
+@pytest.mark.parametrize(("total", "over"), [(4, 5), (6, 7), (8, None), (9, None)])
+def test_a_schedule_that_is_over_before_the_run_is_told(tmp_path: Path, total: int, over: int | None) -> None:
+    """A rate of 0 at the last update alone is none's mistake."""
+    task = small_task(Stabilizer(warmup=Linear(2, total)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fit(small_trainer(tmp_path, max_steps=9), task, [sentence_batch(1)] * 9)
+    told = [str(warning.message) for warning in said if "learning rate" in str(warning.message)]
+    assert [text[: len("the learning rate of Linear is 0 from update 5")] for text in told] == (
+        [f"the learning rate of Linear is 0 from update {over}"] if over else []
+    )
+    rates = curve(tmp_path, "lr")
+    assert over is None or [update for update in range(1, 10) if rates[update - 1] == 0] == [*range(over, 10)]
 
 
 class Rates(pl.Callback):

@@ -360,6 +360,10 @@ class Command(LightningCLI):
             if fits and not checkpoint.is_whole_state(saved):
                 raise UserError(f"ckpt_path is {path}, which has weights alone; --weights {path} would do")
             self.goes_on_as = saved.get("run", {}).get("name") if fits else None
+            most = self._get(self.config_init, "trainer").get("max_steps")
+            if fits and 0 < most <= saved["global_step"] and rank_zero_only.rank == 0:  # type: ignore[attr-defined]
+                done = f"{path} is of update {saved['global_step']:,}, and trainer.max_steps is {most}"
+                print(f"there is nothing left to train: {done}", flush=True)
         elif fits and weights is not None:
             saved = checkpoint.read(Path(weights), "weights")
             self.model.start_from(saved)

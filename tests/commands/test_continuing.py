@@ -156,6 +156,8 @@ def test_the_config_of_a_run_goes_on_with_that_run(here: Path, capsys: pytest.Ca
     capsys.readouterr()
     assert fit(f"--config={other}/config.yaml", "--ckpt_path=last", "--trainer.max_steps=5")[0] == 0
     assert f"goes on from {other}/checkpoints/last.ckpt" in capsys.readouterr().out
+    assert fit(f"--config={other}/config.yaml", "--ckpt_path=last", "--trainer.max_steps=5")[0] == 0
+    assert "there is nothing left to train: " in capsys.readouterr().out
 
 
 def test_the_config_of_a_run_that_went_on_stands_for_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -147,9 +147,7 @@ def test_what_cannot_be_learnt(lines: list[str], vocabulary: int, capfd: pytest.
 
 @pytest.mark.parametrize("subwords", ["bpe", "unigram"])
 @pytest.mark.parametrize("byte_fallback", [False, True])
-def test_a_vocabulary_that_is_too_small_is_told_what_would_do(
-    subwords: Subwords, byte_fallback: bool
-) -> None:
+def test_a_vocabulary_that_is_too_small_is_told_what_would_do(subwords: Subwords, byte_fallback: bool) -> None:
     options: Any = {"subwords": subwords, "byte_fallback": byte_fallback}
     with pytest.raises(UserError, match=r"data\.vocabulary is 20, .*; \d+ or more would do") as refused:
         Tokenizer.train(LINES, vocabulary=20, **options)
