@@ -121,8 +121,8 @@ MAY_DIFFER = (
     *("/run/words", "/run/name", "/run/folder", "/run/line", "/callbacks/Die", "/dirpath", "/tokens_per_second"),
     ".next_quadratic_mean",
 )
-"""What says where, and how fast; the last of an average of weights, which has no use for what each forward proposes, and no
-checkpoint has it."""
+"""What says where, and how fast; the last of an average of weights, which has no use for what each forward proposes,
+and which no checkpoint has."""
 
 
 @pytest.mark.soak
