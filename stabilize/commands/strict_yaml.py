@@ -87,6 +87,6 @@ def read(path: str | Path, kind: str = "", like: str = "") -> Any:
         mark, problem = getattr(error, "problem_mark", None), str(getattr(error, "problem", None) or error)
         place = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
         tab = "; YAML indents with spaces, never with a tab" if r"'\t'" in problem else ""
-        quotes = "; a text with { or [ in it needs quotes" if "but got '" in problem else ""
+        quotes = "; a text with { or [ in it needs quotes" if "expected ',' or" in problem else ""
         verdict = "will not do" if isinstance(error, Unwanted) else "is no YAML"
         raise UserError(f"{place} {verdict}: {' '.join(problem.split())}{tab}{quotes}") from error

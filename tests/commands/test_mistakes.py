@@ -140,6 +140,11 @@ MISTAKES = {
         "model.stabilizer is PreNorm: this is a group of keys; there are: model.stabilizer.placement, ",
     ),
     "tab": (["model:\n\twidth: 64\n"], "0.yaml, line 2, column 1 is no YAML: "),
+    "no quotes": (
+        ["data:\n  init_args:\n    train: [a.{lang}, b]\n"],
+        "0.yaml, line 3, column 15 is no YAML: did not find expected ',' or ']'; a text with { or [ in it needs quotes",
+    ),
+    "a list of what is chosen from": (["--data.drop=[foo]"], "data.drop is [foo]: expected a list of copied, duplicate"),
     "bracket": (["model: {width: 64\ntrainer: 3\n"], "0.yaml, line 2, column 8 is no YAML: "),
     "no mapping": (["[model]\n"], "the config 0.yaml has no keys, but is [model]"),
     "nothing": (["# nothing yet\n"], "the config 0.yaml has no keys, but is empty"),
