@@ -144,7 +144,10 @@ MISTAKES = {
         ["data:\n  init_args:\n    train: [a.{lang}, b]\n"],
         "0.yaml, line 3, column 15 is no YAML: did not find expected ',' or ']'; a text with { or [ in it needs quotes",
     ),
-    "a list of what is chosen from": (["--data.drop=[foo]"], "data.drop is [foo]: expected a list of copied, duplicate"),
+    "a list of what is chosen from": (
+        ["--data.drop=[foo]"],
+        "data.drop is [foo]: expected a list of copied, duplicate",
+    ),
     "bracket": (["model: {width: 64\ntrainer: 3\n"], "0.yaml, line 2, column 8 is no YAML: "),
     "no mapping": (["[model]\n"], "the config 0.yaml has no keys, but is [model]"),
     "nothing": (["# nothing yet\n"], "the config 0.yaml has no keys, but is empty"),
