@@ -9,6 +9,7 @@ from stabilize.callbacks.interruption import Interruption
 from stabilize.callbacks.layer_similarity import LayerSimilarity
 from stabilize.callbacks.progress_bar import ProgressBar
 from stabilize.callbacks.progress_lines import ProgressLines
+from stabilize.callbacks.skip_costs import SkipCosts
 from stabilize.callbacks.spike_guard import SpikeGuard
 from stabilize.callbacks.update_ratio import UpdateRatio
 from stabilize.callbacks.weight_average import WeightAverage
@@ -23,6 +24,7 @@ __all__ = [
     "LayerSimilarity",
     "ProgressBar",
     "ProgressLines",
+    "SkipCosts",
     "SpikeGuard",
     "UpdateRatio",
     "WeightAverage",

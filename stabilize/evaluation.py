@@ -83,13 +83,17 @@ class Evaluated(NamedTuple):
     def write(self, folder: Path, name: str, **origin: Any) -> None:
         """Write `{name}.txt`, line k the translation of line k, and `{name}.json`: scores, provenance, samples.
 
-        Lines that were not translated, because the pass was limited, are blank up to the last that was.
+        Where there are scores, the first references are in `{name}.reference.txt`. Lines that were not translated,
+        because the pass was limited, are blank up to the last that was.
         """
         folder.mkdir(parents=True, exist_ok=True)
         lines = self.lines
-        written = [lines[k].translation if k in lines else "" for k in range(max(lines, default=-1) + 1)]
-        text = "".join(f"{translation}\n" for translation in written)
-        (folder / f"{name}.txt").write_text(text, encoding="utf-8", newline="\n")
+        texts = {f"{name}.txt": {k: line.translation for k, line in lines.items()}}
+        if self.scores:
+            texts[f"{name}.reference.txt"] = {k: line.references[0] for k, line in lines.items()}
+        for file, said in texts.items():
+            text = "".join(f"{said.get(k, '')}\n" for k in range(max(lines, default=-1) + 1))
+            (folder / file).write_text(text, encoding="utf-8", newline="\n")
         facts = {
             "scores": self.scores,
             "signatures": self.signatures,

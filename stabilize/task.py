@@ -63,7 +63,7 @@ class TranslationTask(LightningModule):
         search: for `test` and `predict`.
         validation_search: for the checks during training.
         scores: of `test`: `bleu`, `chrf`, `chrf++`, `ter`, which takes longer than all others.
-        validation_scores: of the checks during training.
+        validation_scores: of the checks during training; an empty list: these translate nothing, which takes time.
         bleu_tokenizer: sacreBLEU's name of what splits words for BLEU: `13a`, `zh`, `intl`, `char`, ...
         samples: translations shown in the sample table.
         compile_layers: run each layer through torch.compile, all layers sharing their graphs.
@@ -446,7 +446,8 @@ class TranslationTask(LightningModule):
         loss, nll, tokens = self.loss(batch) if len(batch.source) else (none, none, 0)  # see TokenBatches
         per_token = {f"{name}/loss": loss / max(tokens, 1), f"{name}/nll": nll / max(tokens, 1)}
         self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=tokens, sync_dist=True)
-        self._translate(batch, name, search)
+        if name != "val" or self._validation_translates:
+            self._translate(batch, name, search)
 
     def _translate(self, batch: Batch, name: str, search: BeamSearch) -> list[str]:
         """Detokenised translations of a batch; a blank line stays blank."""
@@ -464,6 +465,8 @@ class TranslationTask(LightningModule):
         self._tally.go_on()
 
     def on_validation_epoch_end(self) -> None:
+        if not self._validation_translates:
+            return
         found = self._finish("val", "validation")
         if self.trainer.sanity_checking:
             return
@@ -479,6 +482,10 @@ class TranslationTask(LightningModule):
 
     def on_predict_epoch_end(self) -> None:
         self._write("predict", self._finish("predict", "test"))
+
+    @property
+    def _validation_translates(self) -> bool:
+        return bool(self.evaluations["val"].scores)
 
     def _finish(self, name: str, split: Split) -> Evaluated:
         """End a pass over a split: log its scores, in a test those of the baselines too, and of how many lines."""

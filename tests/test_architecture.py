@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"strategies", "stats", "kernels"},
     "card": {"model", "strategies"},
     "report": {"card", "findings", "strategies"},
-    "study": {"report"},
+    "study": {"findings", "metrics", "report"},
     "decoding": {"model"},
     "evaluation": {"metrics", "data"},
     "probe": {"model", "strategies", "stats"},

@@ -14,10 +14,8 @@ import yaml
 from stabilize import cli
 from stabilize.card import Card, card, from_config
 from stabilize.commands import training
-from stabilize.commands.compare import study_of
-from stabilize.commands.probe import paths_of
+from stabilize.commands.compare import plan, study_of
 from stabilize.model import EncoderDecoder, Sizes
-from stabilize.study import cells
 from stabilize.task import TranslationTask
 from tests.checkout import ROOT
 from tests.commands.parsing import fit_parser
@@ -30,7 +28,8 @@ COMPLETE = {QUICKSTART, *(CONFIGS / "experiments").glob("*.yaml")}  # all others
 
 STUDIES = sorted((CONFIGS / "studies").glob("*.yaml"))  # of `compare`, the others of `fit`
 BUNDLES = sorted((CONFIGS / "strategies").glob("*.yaml"))
-OTHERS = sorted({*CONFIGS.glob("**/*.yaml")} - {*STUDIES})
+SWEEPS = sorted((CONFIGS / "sweeps").glob("*.yaml"))  # of `wandb sweep`
+OTHERS = sorted({*CONFIGS.glob("**/*.yaml")} - {*STUDIES} - {*SWEEPS})
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -39,7 +38,36 @@ def test_compare_accepts_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.chdir(ROOT)
     study = study_of(path)
     assert all(Path(config).is_file() for config in study.configs)
-    assert len(cells(study, paths_of(study.strategies))) >= len(study.strategies) * len(study.seeds)
+    planned = plan(path, study, threads=1)
+    assert len({cell.name for cell in planned}) == len(planned) >= len(study.strategies) * len(study.seeds)
+    assert study.question.endswith("?")
+    if path.stem != "strategies":  # its question is another: all that are published, on real text
+        assert "two cores" in path.read_text(encoding="utf-8").partition("question:")[0]
+        assert study.core_minutes
+
+
+def words_of(sweep: Path, first: bool) -> list[str]:
+    """The command of a sweep as an agent makes it, each parameter at its first or last value."""
+    settings = yaml.safe_load(sweep.read_text(encoding="utf-8"))
+    args = []
+    for key, given in settings["parameters"].items():
+        values = given.get("values") or [given["min"], given["max"]]
+        args.append(f"--{key}={values[0 if first else -1]}")
+    found = settings["command"]
+    place = found.index("${args}")
+    assert found[:3] == ["${env}", "stabilize", "fit"]
+    return [*found[2:place], *args, *found[place + 1 :]]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("sweep", SWEEPS, ids=lambda path: path.stem)
+def test_each_key_of_a_sweep_is_a_flag_of_fit(sweep: Path, first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = words_of(sweep, first)
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as end:
+        cli.main([*words, "--print_config"])
+    assert not end.value.code
+    assert cli.main([*words, "--modell.width=8", "--print_config"]) == 2  # what is no flag is refused
 
 
 @pytest.mark.parametrize("config", OTHERS, ids=lambda path: str(path.relative_to(CONFIGS)))

@@ -267,6 +267,13 @@ class Command(LightningCLI):
         )
         parser.add_class_arguments(averaging.Which, "test_average")
         parser.add_argument(
+            "--threads",
+            type=int | None,
+            default=None,
+            help="of this process on the CPU; null: as OMP_NUM_THREADS or the number of cores has it. Sums are another "
+            "in their last bits with another number.",
+        )
+        parser.add_argument(
             "--weights",
             type=str | None,
             default=None,
@@ -282,6 +289,10 @@ class Command(LightningCLI):
             parser.add_lightning_class_args(monitor, key)
 
     def _set_seed(self) -> None:
+        threads = self._get(self.config, "threads")
+        if threads is not None:
+            at_least("the settings", threads=(threads, 1))
+            torch.set_num_threads(threads)
         try:
             super()._set_seed()
         except ValueError as error:
@@ -586,7 +597,7 @@ def wandb_logger(folder: Path, mode: str, name: str | None = None) -> Logger:
     logger = WandbLogger(
         save_dir=folder,
         id=name or folder.name,
-        name=name or folder.name,
+        name=os.environ.get("WANDB_NAME") or name or folder.name,
         project=os.environ.get("WANDB_PROJECT", "stabilize"),
         offline=mode == "offline",
         mode=mode,

@@ -55,6 +55,21 @@ def page(runs: Sequence[Run]) -> str:
     names = labels(runs)
     updates = max((run.updates for run in runs), default=0)
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs side by side"
+    return document(
+        title,
+        tag("p", " · ".join(dict.fromkeys(_sizes(run) for run in runs)), class_="dim"),
+        join(
+            _headline(runs, names),
+            _comparable(runs),
+            _legend(names) if len(runs) > 1 else "",
+            tag("main", *(section(runs, names, updates) for section in SECTIONS)),
+        ),
+        "Written by stabilize report from the run folder alone. The axis is the number of updates.",
+    )
+
+
+def document(title: str, about: Markup, content: Markup, footer: str) -> str:
+    """A page in the style of the report, which asks for nothing from elsewhere."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -68,16 +83,7 @@ def page(runs: Sequence[Run]) -> str:
         tag("title", f"{title} · stabilize"),
         tag("style", Markup(style())),
     )
-    body = tag(
-        "body",
-        tag("h1", title),
-        tag("p", " · ".join(dict.fromkeys(_sizes(run) for run in runs)), class_="dim"),
-        _headline(runs, names),
-        _comparable(runs),
-        _legend(names) if len(runs) > 1 else "",
-        tag("main", *(section(runs, names, updates) for section in SECTIONS)),
-        tag("footer", "Written by stabilize report from the run folder alone. The axis is the number of updates."),
-    )
+    body = tag("body", tag("h1", title), about, content, tag("footer", footer))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
 
 

@@ -50,6 +50,9 @@ svg .line { fill: none; stroke: var(--run); stroke-width: 1.8; stroke-linejoin: 
 svg .line.dashed { stroke-dasharray: 5 3; }
 svg .dots { fill: var(--sheet); stroke: var(--run); stroke-width: 1.8; }
 svg .cross { fill: var(--run); font-weight: 700; }
+svg .value { fill: var(--ink); stroke: var(--sheet); stroke-width: 3px; stroke-linejoin: round; paint-order: stroke; }
+svg .trained { fill: #8fd3b0; } svg .stuck { fill: #f0c36d; } svg .diverged { fill: #ef8a80; }
+svg .crashed { fill: #b9bec5; }
 svg rect { shape-rendering: crispEdges; }
 svg .none { fill: var(--nothing); }
 .scale { max-width: 330px; margin: 4px 0 10px; font-size: 0.8rem; color: var(--dim); }

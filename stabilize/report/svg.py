@@ -219,6 +219,43 @@ def heat_map(rows: Mapping[int, Sequence[tuple[int, float]]], title: str, update
     return svg(join(*parts), height, f"{title}, layers {layers[0]} to {layers[-1]} by update: {spoken}")
 
 
+def place_map(
+    rows: Sequence[str],
+    columns: Sequence[str],
+    classes: Mapping[tuple[str, str], str],
+    words: Mapping[tuple[str, str], str],
+    across: str,
+    title: str,
+) -> Markup:
+    """A cell for each row and column, the first row at the top: its class of colour, and its words on it.
+
+    Args:
+        across: what the columns are.
+        title: what is said to who cannot see it, before the words of each cell.
+    """
+    left = min(170.0, 16 + 6.4 * max(map(len, rows), default=0))
+    height = 24 * len(rows) + TOP + BOTTOM + 12
+    x, y = Scale(0, len(columns), left, WIDTH - RIGHT), Scale(0, len(rows), TOP, height - BOTTOM - 12)
+    parts = []
+    for down, row in enumerate(rows):
+        name = row if 6.4 * len(row) <= left else f"{row[: int(left / 6.4) - 1]}…"
+        middle = (y(down) + y(down + 1)) / 2 + 4
+        parts.append(tag("text", tag("title", row), name, x=left - 6, y=middle, text_anchor="end"))
+        for right, column in enumerate(columns):
+            at = (row, column)
+            size = {"width": x(right + 1) - x(right) - 1, "height": y(down + 1) - y(down) - 1}
+            said = tag("title", f"{row}, {across} {column}: {words.get(at, 'no number')}")
+            parts.append(tag("rect", said, x=x(right), y=y(down), class_=classes.get(at, "none"), **size))
+            centre = (x(right) + x(right + 1)) / 2
+            parts.append(tag("text", words.get(at, ""), x=centre, y=middle, text_anchor="middle", class_="value"))
+    for right, column in enumerate(columns):
+        centre = (x(right) + x(right + 1)) / 2
+        parts.append(tag("text", column, x=centre, y=height - BOTTOM + 4, text_anchor="middle"))
+    parts.append(tag("text", across, x=(left + WIDTH) / 2, y=height - 6, text_anchor="middle"))
+    spoken = "; ".join(f"{row}, {across} {column}: {word}" for (row, column), word in words.items())
+    return svg(join(*parts), height, f"{title}. {spoken}")
+
+
 def svg(content: Markup, height: float, label: str) -> Markup:
     """A picture as wide as its place, with words for who cannot see it."""
     return tag("svg", content, viewBox=f"0 0 {WIDTH} {height:.0f}", role="img", aria_label=label)

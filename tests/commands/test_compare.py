@@ -67,6 +67,9 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "Does it run?" in said
     assert "2 of 2: " in said
+    assert "post_ln trains" in said
+    for file in ("answer.md", "study.html", "figures/val_nll.png"):
+        assert (here / "studies" / "small" / file).stat().st_size > 500
     folder = here / "studies" / "small"
     rows = results(folder)
     assert {name: row["outcome"] for name, row in rows.items()} == {
@@ -87,13 +90,10 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
     assert (folder / "cells" / "post_ln-seed=1" / "result.json").stat().st_mtime_ns == stamp
 
     row = rows["post_ln-seed=1"]
-    threads, *command = shlex.split(row["command"])
-    assert (threads, command[0]) == ("OMP_NUM_THREADS=1", "stabilize")
+    command = shlex.split(row["command"])
+    assert (command[:2], command[-1]) == (["stabilize", "fit"], "--threads=1")
     subprocess.run(
-        [sys.executable, "-m", *command, "--trainer.default_root_dir=alone"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        check=True,
-        capture_output=True,
+        [sys.executable, "-m", *command, "--trainer.default_root_dir=alone"], check=True, capture_output=True
     )
     (table,) = (here / "alone").glob("*/metrics.csv")
     with table.open(newline="") as file:
@@ -143,6 +143,47 @@ def test_runs_die_with_the_study(here: Path) -> None:
             pass
 
 
+@pytest.mark.soak
+def test_a_study_that_is_killed_three_times_ends_as_if_it_had_not_been(here: Path) -> None:
+    """By SIGKILL of the parent, of a run, and of the whole process group, each in the middle of a run."""
+    (here / "tiny.yaml").write_text(
+        TINY.replace("max_steps: 4", "max_steps: 400").replace("test_pairs: 0", "test_pairs: 2")
+    )
+    study = STUDY.replace("[post_ln, own.yaml]", "[post_ln, pre_ln, b2t]") + "seeds: [1, 2]\ndepths: [1, 2]\n"
+    (here / "small.yaml").write_text(study.replace("settings: {", "settings: {test_after_fit: true, "))
+    command = [sys.executable, "-m", "stabilize", "compare", "small.yaml", "--jobs", "2"]
+    assert subprocess.run([*command, "--out", "whole/small"], capture_output=True).returncode == 0
+
+    cells = here / "studies" / "small" / "cells"
+    for blow in ("parent", "run", "group"):
+        before = len(list(cells.glob("*/result.json")))
+        parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        while len(list(cells.glob("*/result.json"))) <= before or not in_the_middle(cells):
+            assert parent.poll() is None
+        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        if blow == "parent":
+            parent.send_signal(signal.SIGKILL)
+        elif blow == "run":
+            os.kill(int(children[0]), signal.SIGKILL)
+        else:
+            os.killpg(parent.pid, signal.SIGKILL)
+        assert parent.wait() == (2 if blow == "run" else -signal.SIGKILL)
+        if blow == "run":  # all others have a result now; some are taken away, so that the third blow meets a run
+            for place in sorted(cells.glob("*/result.json"))[:6]:
+                place.unlink()
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    for file in ("results.csv", "answer.md", "significance.csv"):
+        whole, killed = (here / folder / "small" / file for folder in ("whole", "studies"))
+        assert killed.read_bytes() == whole.read_bytes(), file
+    assert len(results(here / "studies" / "small")) == 12
+
+
+def in_the_middle(cells: Path) -> bool:
+    """Whether a run under way has made updates."""
+    logs = [path for path in cells.glob("*/log.txt") if not (path.parent / "result.json").exists()]
+    return any("update 1" in log.read_text(errors="replace") for log in logs)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -184,6 +225,6 @@ def test_studies_of_this_repository(
     """Each key of each is one of `fit`, and its first lines say what it asks and costs."""
     monkeypatch.chdir(ROOT)
     assert path.read_text().startswith("# ")
-    assert main(["compare", str(path), "--dry-run", "--out", "absent"]) == 0
+    assert main(["compare", str(path), "--dry-run", "--out", "absent/absent"]) == 0
     *commands, last = capsys.readouterr().out.splitlines()
-    assert last == f"{len(commands)} of {len(commands)} runs are left"
+    assert last.startswith(f"{len(commands)} of {len(commands)} runs are left")

@@ -1,0 +1,278 @@
+"""The runs of a study, each in a process of its own, and what is kept of them."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import ctypes
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from stabilize.commands.mistakes import options
+from stabilize.errors import UserError
+from stabilize.report import read
+from stabilize.study import Cell
+from stabilize.study.outcome import numbers, outcome
+from stabilize.study.plan import UPDATES
+
+ENDED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGKILL)
+"""Exit codes of a run that somebody ended: it has no result."""
+MISTAKEN = 2
+"""Exit code of a run that stopped at what a user can mend, such as a full disk: it has none either."""
+
+COSTS = ("seconds", "memory_gib", "tokens_per_second")
+"""Columns of costs.csv."""
+
+PROGRESS = re.compile(rb"^update ([\d,]+): ", re.MULTILINE)
+"""A line of a run's log that says how far it is."""
+
+
+@dataclass
+class Running:
+    """A run under way."""
+
+    cell: Cell
+    folder: Path
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+    start: float
+
+    @property
+    def progress(self) -> str:
+        """How far it is: `120 of 400 updates`."""
+        with (self.folder / "log.txt").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - 4096))
+            said = PROGRESS.findall(log.read())
+        planned = dict(options(self.cell.words)).get(f"--{UPDATES}")
+        return f"{said[-1].decode() if said else 0}{f' of {planned}' if planned else ''} updates"
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG in prctl.h
+
+
+class Comparison:
+    """The runs of a study and what is known of them.
+
+    A run that another study beside this one has made, with the same command line and the same configs, counts as made.
+
+    Args:
+        folder: of the study.
+        cells: all its runs.
+        jobs: how many run at once.
+        core_minutes: what all runs take of one core, where that is known.
+
+    Raises:
+        UserError: the folder has results of another study.
+    """
+
+    def __init__(self, folder: Path, cells: Sequence[Cell], jobs: int, core_minutes: float | None = None) -> None:
+        self.folder, self.cells, self.jobs, self.core_minutes = folder, cells, jobs, core_minutes
+        self.under_way: list[Running] = []
+        self.found: dict[str, dict[str, Any]] = {}
+        self._asked = {cell.name: _hash(cell) for cell in cells}
+        for cell in cells:
+            found = _result(self._place(cell))
+            if found is not None:
+                if found["asked"] != self._asked[cell.name]:
+                    raise UserError(
+                        f"{cell.name} in {folder} was run with another command line, or other configs, than the study "
+                        "has now; --out names another folder"
+                    )
+                self.found[cell.name] = found
+        elsewhere = {}
+        for path in sorted(folder.parent.glob("*/cells/*/result.json")):
+            if (found := _result(path)) is not None:
+                elsewhere[found["asked"]] = found
+        taken = {cell.name: elsewhere.get(self._asked[cell.name]) for cell in self.left}
+        self.found |= {name: found for name, found in taken.items() if found is not None}
+        self.without: dict[str, str] = {}
+        """Why runs have no result."""
+
+    @property
+    def left(self) -> list[Cell]:
+        """Runs without a result."""
+        return [cell for cell in self.cells if cell.name not in self.found]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What the runs that are left will take; none: nothing is known."""
+        known = [(cell, self.found[cell.name]["seconds"]) for cell in self.cells if cell.name in self.found]
+        if known:
+            return sum(_expected(cell, known) for cell in self.left) / self.jobs
+        return None if self.core_minutes is None else 60 * self.core_minutes / self.jobs
+
+    def command(self, cell: Cell) -> str:
+        """What repeats a run, as one would type it."""
+        return shlex.join(["stabilize", "fit", *cell.words])
+
+    def carry_out(self) -> Iterator[Cell | None]:
+        """Make the runs that are left; each that ends, and none again and again while there is nothing to tell."""
+        for taken in self.cells:
+            if taken.name in self.found and not self._place(taken).exists():
+                self._keep(taken, self.found[taken.name])
+        waiting = iter(self.left)
+        try:
+            while True:
+                while len(self.under_way) < self.jobs and (cell := next(waiting, None)) is not None:
+                    self.under_way.append(self._start(cell))
+                if not self.under_way:
+                    return
+                for run in list(self.under_way):
+                    pid, status, usage = os.wait4(run.process.pid, os.WNOHANG)
+                    if pid:
+                        self.under_way.remove(run)
+                        self._finish(run, os.waitstatus_to_exitcode(status), usage.ru_maxrss)
+                        yield run.cell
+                yield None
+                time.sleep(0.1)
+        finally:
+            for run in self.under_way:
+                run.process.kill()
+                run.process.wait()
+                run.log.close()
+
+    def _place(self, cell: Cell) -> Path:
+        return self.folder / "cells" / cell.name / "result.json"
+
+    def _start(self, cell: Cell) -> Running:
+        folder = self._place(cell).parent
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
+        folder.mkdir(parents=True)
+        log = (folder / "log.txt").open("wb")
+        named = {"WANDB_RUN_GROUP": self.folder.name, "WANDB_NAME": cell.name}
+        command = [sys.executable, "-m", "stabilize", "fit", *cell.words, f"--trainer.default_root_dir={folder}"]
+        process = subprocess.Popen(
+            command, env=os.environ | named, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
+        )
+        return Running(cell, folder, process, log, time.monotonic())
+
+    def _finish(self, run: Running, code: int, memory: int) -> None:
+        run.process.returncode = code  # wait4 has taken it
+        run.log.close()
+        if code in ENDED or code == MISTAKEN:
+            said = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            self.without[run.cell.name] = said[-1] if code == MISTAKEN and said else "somebody ended it"
+            return
+        folders = [path.parent for path in run.folder.glob("*/config.yaml")]
+        whole = read(folders[0]) if folders else None
+        found = {
+            "asked": self._asked[run.cell.name],
+            "command": self.command(run.cell),
+            "outcome": outcome(whole, code),
+            "verdict": whole.diary.verdict if whole is not None else "",
+            "numbers": numbers(whole),
+            "seconds": time.monotonic() - run.start,
+            "memory_gib": memory / 2**20,
+            "tokens_per_second": whole.last("train/tokens_per_second") if whole is not None else None,
+            "folder": str(folders[0].relative_to(self.folder.parent)) if folders else None,
+        }
+        self._keep(run.cell, found)
+        self.write()
+
+    def _keep(self, cell: Cell, found: dict[str, Any]) -> None:
+        place = self._place(cell)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = place.with_suffix(".partial")
+        partial.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        partial.replace(place)
+        self.found[cell.name] = found
+
+    @property
+    def rows(self) -> list[dict[str, str]]:
+        """Of results.csv, in the order of the plan: the same whatever the order of the runs was."""
+        known = [(cell, self.found[cell.name]) for cell in self.cells if cell.name in self.found]
+        return [
+            {
+                "run": cell.name,
+                **cell.values,
+                "outcome": found["outcome"],
+                "verdict": found["verdict"],
+                **found["numbers"],
+                "command": found["command"],
+            }
+            for cell, found in known
+        ]
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The run folder of each run that has one, by the run's name."""
+        places = {name: found.get("folder") for name, found in self.found.items()}
+        return {name: self.folder.parent / place for name, place in places.items() if place}
+
+    def write(self) -> None:
+        """Bring results.csv and costs.csv up to date."""
+        write_csv(self.folder / "results.csv", self.rows)
+        done = [cell.name for cell in self.cells if cell.name in self.found]
+        costs = [{"run": name} | {key: self.found[name][key] for key in COSTS} for name in done]
+        write_csv(self.folder / "costs.csv", costs)
+
+
+def _result(path: Path) -> dict[str, Any] | None:
+    """What is known of a run; none where it has not ended, or its file is torn."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and "asked" in found else None
+
+
+def _expected(cell: Cell, known: Sequence[tuple[Cell, float]]) -> float:
+    """Seconds that a run takes: as long as those that are most like it, each taken times what it is deeper."""
+
+    def alike(other: Cell) -> int:
+        return sum(other.values.get(key) == value for key, value in cell.values.items() if key != "seed")
+
+    most = max(alike(other) for other, _ in known)
+    depth = float(cell.values.get("depth", 1))
+    taken = [seconds * depth / float(other.values.get("depth", 1)) for other, seconds in known if alike(other) == most]
+    return sum(taken) / len(taken)
+
+
+def _hash(cell: Cell) -> str:
+    """Of what a run is asked to do: its words, and the configs that they name."""
+    told = hashlib.sha256("\0".join(cell.words).encode())
+    for option, value in zip(cell.words, cell.words[1:], strict=False):
+        if option == "-c":
+            told.update(Path(value).read_bytes())
+    return told.hexdigest()
+
+
+def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows, whole or not at all; none where there is no row."""
+    if not rows:
+        return
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Nobody else carries out this study meanwhile.
+
+    Raises:
+        UserError: somebody does.
+    """
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{folder} is being worked on by another process; --out names another folder") from error
+        yield
