@@ -65,6 +65,7 @@ th { font-weight: 600; }
 thead th { color: var(--dim); font-size: 0.82rem; font-weight: 500; overflow-wrap: normal; }
 td div div { white-space: nowrap; }
 td small { display: block; color: var(--dim); font-size: 0.8rem; line-height: 1.35; }
+.wide { overflow-x: auto; } .wide th { overflow-wrap: normal; }
 .bad { color: var(--bad); } .worth { color: var(--worth); } .good { color: var(--good); } .verdict { font-weight: 600; }
 @media (max-width: 820px) {
   .runs thead { position: absolute; clip-path: inset(50%); }

@@ -31,8 +31,8 @@ def strategies(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
             everywhere.append(strategy)
         else:
             trains = f"trains at {_places(good)}" if good else "trains nowhere"
-            fails = _list(f"{_place(line)} ({line.told})" for line in bad)
-            said.append(f"{strategy} {trains}; at least one seed fails at {fails}.")
+            fails = "; ".join(f"{_place(line)}, {line.told}" for line in bad)
+            said.append(f"{strategy} {trains}; not every seed does at {fails}.")
     if everywhere:
         verb = "trains" if len(everywhere) == 1 else "train"
         said.insert(0, f"{_list(everywhere)} {verb} with every seed at every point of the grid.")

@@ -15,6 +15,9 @@ from stabilize.study.results import Results, Table
 VERDICTS = {HOLDS: "good", DIRECTION: "worth", NOT: "bad", UNKNOWN: "dim"}
 """Classes of a claim's verdict."""
 
+SHORT = 28
+"""Letters of a cell that is not broken into lines."""
+
 
 def page(results: Results) -> str:
     """The whole page, one string without any reference to elsewhere."""
@@ -37,12 +40,18 @@ def _table(table: Table) -> Markup:
     head = tag("tr", *(tag("th", heading, scope="col") for heading in table.headings))
     body = []
     for name, *cells in table.rows:
-        shown = [tag("span", cell, class_=f"verdict {VERDICTS[cell]}") if cell in VERDICTS else cell for cell in cells]
-        data = [tag("td", tag("div", cell), data_name=of) for cell, of in zip(shown, others, strict=True)]
+        data = [tag("td", tag("div", _shown(cell)), data_name=of) for cell, of in zip(cells, others, strict=True)]
         body.append(tag("tr", tag("th", name, scope="row"), *data))
     note = tag("p", table.note, class_="dim") if table.note else ""
     drawn = tag("table", tag("thead", head), tag("tbody", *body), class_="runs")
-    return tag("section", tag("h2", table.title), drawn, note)
+    return tag("section", tag("h2", table.title), tag("div", drawn, class_="wide"), note)
+
+
+def _shown(cell: str) -> Markup:
+    """A verdict in its colour; what is short stays in one line."""
+    if cell in VERDICTS:
+        return tag("span", cell, class_=f"verdict {VERDICTS[cell]}")
+    return tag("div" if len(cell) < SHORT else "span", cell)
 
 
 def _drawn(results: Results) -> list[Markup]:

@@ -72,8 +72,14 @@ class Results:
 
     @property
     def lines(self) -> list[Line]:
-        """One for each point of the grid, at its best learning rate where several were tried; best nll first."""
-        return sorted(at_best(lines(self.rows, self.keys)), key=lambda line: line.rank)
+        """One for each point of the grid, at its best learning rate where several were tried: place by place, as depth by
+        depth, and there the best first."""
+        found = at_best(lines(self.rows, self.keys))
+        others = [key for key in self.keys if key not in ("strategy", "learning_rate")]
+        places = [tuple(line.values[key] for key in others) for line in found]
+        order = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        ranked = sorted(zip(places, found, strict=True), key=lambda at: (order[at[0]], at[1].rank))
+        return [line for _, line in ranked]
 
     @property
     def tables(self) -> list[Table]:
