@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 
 from stabilize import stats
 from stabilize.callbacks.layer_monitor import OURS
@@ -55,5 +56,6 @@ class SkipCosts(pl.Callback):
             costs = stats.skip_costs(layers, nll)
             metrics |= {f"skip_cost/{stack}/layer_{i:03d}": cost for i, cost in enumerate(costs.tolist(), start=1)}
             metrics[f"effective_depth/{stack}"] = float(stats.effective_depth(costs, self.threshold))
+        step = step_of(trainer) - (trainer.state.fn == TrainerFn.FITTING)  # a checkpoint's own is the number of updates
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=max(step_of(trainer) - 1, 0))
+            logger.log_metrics(metrics, step=step)

@@ -72,6 +72,7 @@ def test_the_files_give_the_scores_back(tmp_path: Path) -> None:
     for name, text in files.items():
         (tmp_path / name).write_text("".join(f"{line}\n" for line in text), encoding="utf-8", newline="\n")
     command = [sys.executable, "-m", "sacrebleu", *files, "-i", "test.txt", "-w", "9", "-m", "bleu", "chrf", "ter"]
+    assert (tmp_path / "test.reference.txt").read_bytes() == (tmp_path / "reference").read_bytes()
     facts = json.loads((tmp_path / "test.json").read_text(encoding="utf-8"))
     for words, names in (([], ("bleu", "chrf", "ter")), (["--chrf-word-order", "2"], ("bleu", "chrf++", "ter"))):
         said = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout

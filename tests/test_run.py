@@ -312,6 +312,23 @@ def test_the_tools_of_weights_and_biases_take_the_run(run: Path) -> None:
     assert shown.wait() == 0
 
 
+def test_a_run_of_a_study(text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the name and the group that are asked for, as many threads, and a validation that translates nothing."""
+    monkeypatch.setenv("WANDB_NAME", "pre_ln-depth=3")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "depth")
+    threads = torch.get_num_threads()
+    flags = ["--threads=1", "--model.validation_scores=[]", "--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    try:
+        folder = stabilize("fit", tmp_path, *text.flags, *flags, "--trainer.check_val_every_n_epoch=null")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(threads)
+    (record,) = [record.run for record in wandb_file.records(folder) if record.HasField("run")]
+    assert (record.display_name, record.run_group) == ("pre_ln-depth=3", "depth")
+    (validated,) = [row for row in rows(folder) if "val/nll" in row]
+    assert not {"val/bleu", "val/lines"} & validated.keys()
+
+
 # ---------------------------------------------------------------------- the folder, and going on from it
 
 

@@ -190,8 +190,8 @@ def compare(words: Sequence[str]) -> int:
     with alone(folder):
         comparison = Comparison(folder, planned, chosen.jobs, study.core_minutes)
         try:
-            with display(comparison) as shown:
-                for ended in comparison.carry_out():
+            with display(comparison) as shown, contextlib.closing(comparison.carry_out()) as events:
+                for ended in events:
                     shown.show(ended)
         except KeyboardInterrupt:
             print(f"ended; the same command goes on with the {len(comparison.left)} runs that are left", flush=True)

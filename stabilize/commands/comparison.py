@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -119,7 +119,7 @@ class Comparison:
         """What repeats a run, as one would type it."""
         return shlex.join(["stabilize", "fit", *cell.words])
 
-    def carry_out(self) -> Iterator[Cell | None]:
+    def carry_out(self) -> Generator[Cell | None]:
         """Make the runs that are left; each that ends, and none again and again while there is nothing to tell."""
         for taken in self.cells:
             if taken.name in self.found and not self._place(taken).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from stabilize.findings import ABOVE_START, STUCK_ENTROPY, STUCK_FALL
 from stabilize.report import Run
 
 NUMBERS: dict[str, tuple[str, Literal["last", "first", "largest", "mean of the last quarter"]]] = {
@@ -29,11 +30,13 @@ NUMBERS: dict[str, tuple[str, Literal["last", "first", "largest", "mean of the l
 """Columns of results.csv: the metric, and which of its values; `largest` is that of any layer at the last record."""
 
 FAILURES = {
-    "diverged": "the loss or the gradient norm was not finite, or nll rose above its beginning and stayed there",
-    "stuck": "nll no longer fell, above half of where it began, or nine tenths of what single words cost",
-    "crashed": "the run ended with an error",
+    "diverged": "loss or gradient norm not finite, or training nll to the end more than "
+    f"{ABOVE_START:g} nat above its beginning",
+    "stuck": f"training nll fell by less than {STUCK_FALL:.0%} from the third to the last quarter, and stands above "
+    f"{STUCK_ENTROPY:.0%} of the entropy of single words",
+    "crashed": "ended with an error",
 }
-"""Outcomes of a run that did not train, and how they are told (the thresholds are those of stabilize/findings.py)."""
+"""Outcomes of a run that did not train, and how they are told; `stabilize/findings.py` finds them."""
 
 
 def outcome(run: Run | None, code: int) -> str:

@@ -72,8 +72,8 @@ class Results:
 
     @property
     def lines(self) -> list[Line]:
-        """One for each point of the grid, at its best learning rate where several were tried: place by place, as depth by
-        depth, and there the best first."""
+        """One for each point of the grid, at its best learning rate where several were tried: place by place, such as
+        depth by depth, and there the best first."""
         found = at_best(lines(self.rows, self.keys))
         others = [key for key in self.keys if key not in ("strategy", "learning_rate")]
         places = [tuple(line.values[key] for key in others) for line in found]

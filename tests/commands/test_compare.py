@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import os
 import shlex
 import shutil
@@ -13,8 +14,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from stabilize.cli import main
+from stabilize.commands.compare import Board
+from stabilize.commands.comparison import Comparison
+from stabilize.study import Cell
 from tests.checkout import ROOT
 
 TINY = """
@@ -100,6 +106,15 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
         values = [line["val/nll"] for line in csv.DictReader(file) if line["val/nll"]]
     assert repr(float(values[-1])) == row["val_nll"]
 
+    (here / "both.yaml").write_text("question: And both?\nstudies: [small.yaml]\nanswer: claims\n")
+    assert main(["compare", "both.yaml"]) == 0  # runs that another study has made are not made again
+    assert not list((here / "studies" / "both" / "cells").glob("*/log.txt"))
+    for row in results(here / "studies" / "both").values():
+        assert row.pop("study") == "small"
+        assert row == rows[row["run"].removeprefix("small-")] | {"run": row["run"]}
+    assert "a1: " in capsys.readouterr().out
+
+    row = rows["post_ln-seed=1"]
     (here / "small.yaml").write_text(STUDY.replace("0.01", "0.02"))
     assert main(["compare", "small.yaml"]) == 2
     assert "was run with another command line, or other configs, than the study has now" in capsys.readouterr().err
@@ -107,6 +122,34 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
     (here / "tiny.yaml").write_text(TINY.replace("max_steps: 4", "max_steps: 8"))
     assert main(["compare", "small.yaml"]) == 2
     assert "or other configs" in capsys.readouterr().err
+
+
+def test_what_is_left_is_told_before_and_while_it_is_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the study's own word at first, then by runs that are most like those that are left."""
+    (here / "small.yaml").write_text(STUDY + "core_minutes: 6\n")
+    assert main(["compare", "small.yaml", "--dry-run", "--jobs", "2"]) == 0
+    *commands, last = capsys.readouterr().out.splitlines()
+    assert [command.split()[:2] for command in commands] == [["stabilize", "fit"]] * 2
+    assert last == "2 of 2 runs are left, about 3 min with --jobs 2"
+
+    cells = [
+        Cell(f"{strategy} {depth}", {"strategy": strategy, "depth": depth, "seed": "1"}, ("-c", "tiny.yaml"))
+        for depth in ("3", "6")
+        for strategy in ("a", "b")
+    ]
+    comparison = Comparison(here / "none", cells, jobs=1)
+    assert comparison.seconds_left is None
+    comparison.found = {"a 3": {"outcome": "trained", "seconds": 10.0}, "b 3": {"outcome": "stuck", "seconds": 14.0}}
+    assert comparison.seconds_left == (10 + 14) * 6 / 3
+    console = Console(file=io.StringIO(), width=80)
+    with console.capture() as captured:
+        console.print(Board(comparison, Live(console=console)).drawn)
+    drawn = captured.get()
+    assert [line.split() for line in drawn.splitlines() if line.split()[:1] in (["a"], ["b"])] == [
+        ["a", "1", "1"],
+        ["b", "1", "1"],
+    ]
+    assert "2 of 4 runs; about 1 min left" in drawn
 
 
 def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,9 +190,9 @@ def test_runs_die_with_the_study(here: Path) -> None:
 def test_a_study_that_is_killed_three_times_ends_as_if_it_had_not_been(here: Path) -> None:
     """By SIGKILL of the parent, of a run, and of the whole process group, each in the middle of a run."""
     (here / "tiny.yaml").write_text(
-        TINY.replace("max_steps: 4", "max_steps: 400").replace("test_pairs: 0", "test_pairs: 2")
+        TINY.replace("max_steps: 4", "max_steps: 150").replace("test_pairs: 0", "test_pairs: 2")
     )
-    study = STUDY.replace("[post_ln, own.yaml]", "[post_ln, pre_ln, b2t]") + "seeds: [1, 2]\ndepths: [1, 2]\n"
+    study = STUDY.replace("[post_ln, own.yaml]", "[post_ln, pre_ln, b2t]") + "depths: [1, 2]\n"
     (here / "small.yaml").write_text(study.replace("settings: {", "settings: {test_after_fit: true, "))
     command = [sys.executable, "-m", "stabilize", "compare", "small.yaml", "--jobs", "2"]
     assert subprocess.run([*command, "--out", "whole/small"], capture_output=True).returncode == 0
@@ -169,13 +212,13 @@ def test_a_study_that_is_killed_three_times_ends_as_if_it_had_not_been(here: Pat
             os.killpg(parent.pid, signal.SIGKILL)
         assert parent.wait() == (2 if blow == "run" else -signal.SIGKILL)
         if blow == "run":  # all others have a result now; some are taken away, so that the third blow meets a run
-            for place in sorted(cells.glob("*/result.json"))[:6]:
+            for place in sorted(cells.glob("*/result.json"))[:3]:
                 place.unlink()
     assert subprocess.run(command, capture_output=True).returncode == 0
     for file in ("results.csv", "answer.md", "significance.csv"):
         whole, killed = (here / folder / "small" / file for folder in ("whole", "studies"))
         assert killed.read_bytes() == whole.read_bytes(), file
-    assert len(results(here / "studies" / "small")) == 12
+    assert len(results(here / "studies" / "small")) == 6
 
 
 def in_the_middle(cells: Path) -> bool:
