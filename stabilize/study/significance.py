@@ -26,7 +26,8 @@ def compared(
         folders: run folder by name of the run.
         tell: is told what is being compared.
     """
-    others, found = [key for key in keys if key not in ("strategy", "learning_rate")], []
+    others = [key for key in keys if key not in ("strategy", "learning_rate")]
+    found: list[dict[str, str]] = []
     places: dict[tuple[str, ...], list[tuple[Line, Translated]]] = {}
     for line in at_best(lines(rows, keys)):
         text = None if line.failed else _translated(line, folders)
