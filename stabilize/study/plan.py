@@ -16,7 +16,8 @@ LEARNING_RATE = "model.optimizer.init_args.lr"
 UPDATES = "trainer.max_steps"
 BATCH = "data.init_args.batch_tokens"
 
-Question = Literal["strategies", "frontier", "warmup", "epsilon", "batch_norm", "claims"]
+Answer = Literal["strategies", "frontier", "warmup", "epsilon", "batch_norm", "claims"]
+"""Names of the rules by which results become sentences; those of `claims` judge claims."""
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Study:
     special: dict[str, dict[str, Any]] = field(default_factory=dict)
     tokens: int | None = None
     studies: list[str] = field(default_factory=list)
-    answer: Question = "strategies"
+    answer: Answer = "strategies"
     core_minutes: float | None = None
 
     def __post_init__(self) -> None:
