@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from stabilize.findings import number
 from stabilize.study.plan import short
-from stabilize.study.table import Line, Mean, Row, at_best, largest_stable, lines
+from stabilize.study.table import Line, Mean, Row, at_best, largest_stable, lines, value
 
 WARMUP = "model.stabilizer.warmup.updates"
 EPSILON = "model.stabilizer.epsilon.value"
@@ -79,7 +79,8 @@ def warmup(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
                 parts.append(f"at {depth} layers it fails with each that was tried")
             elif min(good) == min(by_length):
                 nll = f"nll {told(shortest.over('val_nll'))}, with {max(by_length)} {told(longest.over('val_nll'))}"
-                parts.append(f"at {depth} layers it does without ({nll})")
+                least = "without" if min(by_length) <= 1 else f"with {min(by_length)}"
+                parts.append(f"at {depth} layers it does {least} ({nll})")
             else:
                 parts.append(f"at {depth} layers it needs {min(good)} updates")
         said.append(f"{strategy}: {'; '.join(parts)}.")
@@ -104,7 +105,7 @@ def epsilon(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
             line.values[EPSILON]: max(line.means.get(f"{stack}_epsilon_share", 0.0) for stack in ("encoder", "decoder"))
             for line in own
         }
-        acting = [f"{share:.0%} at {value}" for value, share in shares.items() if share >= 0.005]
+        acting = [f"{share:.0%} at {chosen}" for chosen, share in shares.items() if share >= 0.005]
         acts = f"epsilon acts at {_list(acting)} of the positions of a layer" if acting else "epsilon acts nowhere"
         said.append(f"{place}: {'; '.join([*parts, acts])}.")
     return said
@@ -126,8 +127,9 @@ def batch_norm(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
 
 def gap_of(line: Line) -> Mean | None:
     """Evaluation nll less that of training, over all runs."""
-    pairs = [(row["val_nll"], row["train_nll"]) for row in line.rows if row.get("val_nll") and row.get("train_nll")]
-    return Mean(tuple(float(val) - float(train) for val, train in pairs)) if pairs else None
+    pairs = [(value(row, "val_nll"), value(row, "train_nll")) for row in line.rows]
+    known = [val - train for val, train in pairs if val is not None and train is not None]
+    return Mean(tuple(known)) if known else None
 
 
 RULES: dict[str, Callable[[Sequence[Row], Sequence[str]], list[str]]] = {
@@ -175,6 +177,7 @@ def _list(parts: Iterable[str]) -> str:
 
 def _apart(one: Line, other: Line) -> bool:
     """Whether the nll of two lines differ by more than their intervals, paired by seed where both have it."""
-    by_seed = [{row["seed"]: float(row["val_nll"]) for row in line.counted if row["val_nll"]} for line in (one, other)]
-    pairs = [by_seed[1][seed] - by_seed[0][seed] for seed in by_seed[0] if seed in by_seed[1]]
-    return len(pairs) > 1 and abs(Mean(tuple(pairs)).middle) > Mean(tuple(pairs)).half
+    nll, others = ({row["seed"]: value(row, "val_nll") for row in line.counted} for line in (one, other))
+    pairs = [(mine, others.get(seed)) for seed, mine in nll.items()]
+    apart = [mine - its for mine, its in pairs if mine is not None and its is not None]
+    return len(apart) > 1 and abs(Mean(tuple(apart)).middle) > Mean(tuple(apart)).half
