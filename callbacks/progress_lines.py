@@ -33,5 +33,5 @@ class ProgressLines(pl.Callback):
     def _print(self, trainer: pl.Trainer, keys: Sequence[str], remarks: str = "") -> None:
         metrics = trainer.callback_metrics
         found = [f"{key} {float(metrics[key]):.4g}" for key in keys if key in metrics]
-        if found:  # else nothing was logged yet, as where the first updates were dropped
-            print(f"update {trainer.global_step:,}: {', '.join(found)}{remarks and f' ({remarks})'}", flush=True)
+        said = ", ".join(found) + (f" ({remarks})" if remarks else "")
+        print(f"update {trainer.global_step:,}" + (f": {said}" if said else ""), flush=True)
