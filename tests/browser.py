@@ -11,8 +11,46 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 """The program, or None."""
+
+PHONE, DESK = 375, 1280
+"""Widths of a screen, in pixels."""
+
+CONTRAST = """
+(() => {
+  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+  const light = colour => {
+    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    const part = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
+    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
+  };
+  const behind = element => {
+    while (element && getComputedStyle(element).backgroundColor === 'rgba(0, 0, 0, 0)') element = element.parentElement;
+    return element ? getComputedStyle(element).backgroundColor : 'white';
+  };
+  let worst = [99, ''];
+  for (const element of document.querySelectorAll('body *')) {
+    const own = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+    if (!own || element.closest('title') || element.classList.contains('cross')) continue;
+    const style = getComputedStyle(element);
+    const [a, b] = [light(element instanceof SVGElement ? style.fill : style.color), light(behind(element))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < worst[0]) worst = [ratio, element.outerHTML.slice(0, 200)];
+  }
+  return worst;
+})()
+"""
+"""The least contrast of any text to what is behind it, and of which."""
+
+needed = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; Debian's package of that name has one"),
+]
+"""Marks of what needs it."""
 
 
 class Browser:

@@ -20,6 +20,8 @@ import numpy
 import pytest
 import torch
 
+from tests.browser import Browser
+
 # The same examples in every run, however slow the machine is.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
@@ -34,6 +36,13 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no real text in {folder}: set STABILIZE_SHARED_DATA to the folder that holds multi30k/")
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One for all tests of a file."""
+    with Browser(tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,7 +35,8 @@ it goes on."""
 INDECISIVE = (
     *(f"model.{key}" for key in ("search", "validation_search", "scores", "validation_scores", "bleu_tokenizer")),
     *(f"model.{key}" for key in ("samples", "compile_layers", "checkpoint_layers")),
-    *(f"data.{key}" for key in ("test", "test_references", "evaluation_batch_tokens", "workers", "baselines", "cache")),
+    *(f"data.{key}" for key in ("test", "test_references", "workers", "baselines", "cache")),
+    *(f"data.evaluation_{key}" for key in ("batch_tokens", "maximum_length")),
 )
 """What may change below those."""
 

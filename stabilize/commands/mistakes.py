@@ -462,7 +462,8 @@ def _names(kind: Any) -> Iterator[str]:
             yield from _names(part)
     elif isinstance(origin, type) and issubclass(origin, Iterable) and not issubclass(origin, Mapping) and parts:
         items = dict.fromkeys(name for part in parts if part is not ... for name in _names(part))
-        yield f"a list of {', '.join(items)}"
+        count = f"{len(parts)} " if origin is tuple and ... not in parts else ""
+        yield f"a list of {count}{', '.join(items)}"
     elif kind is type(None):
         yield "null"
     else:

@@ -95,6 +95,9 @@ NOISE = (
 )
 """Warnings of libraries that tell a user nothing; silenced here and nowhere else."""
 
+THREADS = 1024
+"""The most of a process: more cores than a machine has."""
+
 BEGUN = {"config.yaml", "data.json", "tokenizer.model", "wandb"}
 """What a run has in its folder before it does anything."""
 
@@ -288,11 +291,14 @@ class Command(LightningCLI):
         for key, monitor in MONITORS.items():
             parser.add_lightning_class_args(monitor, key)
 
-    def _set_seed(self) -> None:
+    def before_instantiate_classes(self) -> None:
         threads = self._get(self.config, "threads")
         if threads is not None:
-            at_least("the settings", threads=(threads, 1))
+            if not 1 <= threads <= THREADS:
+                raise UserError(f"threads is {threads}; from 1 to {THREADS:,} would do")
             torch.set_num_threads(threads)
+
+    def _set_seed(self) -> None:
         try:
             super()._set_seed()
         except ValueError as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from stabilize.findings import number
-from stabilize.study.plan import short
+from stabilize.study.plan import place_of
 from stabilize.study.table import Line, Mean, Row, at_best, largest_stable, lines, value
 
 WARMUP = "model.stabilizer.warmup.updates"
@@ -147,18 +147,13 @@ def _by(found: Iterable[Line], *keys: str) -> list[tuple[str, list[Line]]]:
     places: dict[tuple[str, ...], list[Line]] = {}
     for line in found:
         places.setdefault(tuple(line.values[key] for key in keys), []).append(line)
-    return [(_name(dict(zip(keys, at, strict=True))), own) for at, own in places.items()]
-
-
-def _name(values: Mapping[str, str]) -> str:
-    """`post_ln, depth 12`."""
-    return ", ".join(value if key == "strategy" else f"{short(key)} {value}" for key, value in values.items())
+    return [(place_of(dict(zip(keys, at, strict=True))), own) for at, own in places.items()]
 
 
 def _place(line: Line) -> str:
     """Where a line lies, its strategy and learning rate apart."""
     kept = {key: value for key, value in line.values.items() if key not in ("strategy", "learning_rate")}
-    return _name(kept) or "all"
+    return place_of(kept) or "all"
 
 
 def _places(found: Sequence[Line]) -> str:

@@ -5,25 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from stabilize.findings import number
-from stabilize.study.plan import short
-from stabilize.study.table import Line, Row, at_best, largest_stable, lines
-
-Kind = Literal["ratio", "size", "fate"]
-
-SHOWN: dict[str, tuple[str, Kind]] = {
-    "val_nll": ("validation nll a token", "size"),
-    "test_bleu": ("test BLEU", "size"),
-    "encoder_gradient_ratio": ("encoder: gradient of layer 1 over the last layer's", "ratio"),
-    "decoder_gradient_ratio": ("decoder: gradient of layer 1 over the last layer's", "ratio"),
-    "encoder_similarity_centered": ("encoder: similarity of neighbouring layers, centred", "size"),
-    "decoder_similarity_centered": ("decoder: similarity of neighbouring layers, centred", "size"),
-    "encoder_effective_depth": ("encoder: layers that would be missed", "size"),
-    "decoder_effective_depth": ("decoder: layers that would be missed", "size"),
-}
-"""Columns of results.csv that are drawn."""
+from stabilize.study.plan import place_of
+from stabilize.study.table import SHOWN, Kind, Line, Row, at_best, largest_stable, lines
 
 
 @dataclass(frozen=True)
@@ -55,7 +40,7 @@ def maps(rows: Sequence[Row], keys: Sequence[str]) -> list[Map]:
     down = [key for key in keys if key not in (across, "learning_rate")]
     return [
         drawn
-        for name, (title, kind) in SHOWN.items()
+        for name, (_, title, kind) in SHOWN.items()
         if (drawn := _numbers(found, name, title, kind, down, across)) is not None
     ]
 
@@ -95,7 +80,7 @@ def _numbers(found: Sequence[Line], name: str, title: str, kind: Kind, down: Seq
     numbers, words, rows, columns = {}, {}, dict[str, None](), list[str]()
     for line in found:
         mean = line.mean(name)
-        row = ", ".join(_told(key, line.values[key]) for key in down) or title
+        row = place_of({key: line.values[key] for key in down}) or title
         column = line.values[across]
         rows[row] = None
         columns.append(column)
@@ -103,10 +88,6 @@ def _numbers(found: Sequence[Line], name: str, title: str, kind: Kind, down: Seq
             numbers[row, column] = mean
             words[row, column] = number(mean) + "*" * bool(line.failed)
     return Map(name, title, kind, [*rows], _in_order(columns), across, numbers, words) if numbers else None
-
-
-def _told(key: str, value: str) -> str:
-    return value if key == "strategy" else f"{short(key)} {value}"
 
 
 def _in_order(values: Iterable[str]) -> list[str]:

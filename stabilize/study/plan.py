@@ -154,6 +154,11 @@ def _short(key: str, value: str) -> str:
     return re.sub(r"[^\w.=+]+", "_", said)
 
 
+def place_of(values: Mapping[str, str]) -> str:
+    """Where a point of the grid lies, in words: `post_ln, depth 12`."""
+    return ", ".join(value if key == "strategy" else f"{short(key)} {value}" for key, value in values.items())
+
+
 def short(key: str) -> str:
     """A column's name as it is told: `lr`, `batch_tokens`."""
     return "lr" if key == "learning_rate" else key.rpartition(".")[2]

@@ -11,19 +11,7 @@ from stabilize.study.answer import told
 from stabilize.study.claims import Judged
 from stabilize.study.outcome import FAILURES
 from stabilize.study.plan import short
-from stabilize.study.table import Line, Mean, Row, at_best, lines
-
-SHOWN = {
-    "val_nll": "val nll",
-    "test_bleu": "BLEU",
-    "encoder_gradient_ratio": "ratio enc",
-    "decoder_gradient_ratio": "ratio dec",
-    "encoder_similarity_centered": "similarity enc",
-    "decoder_similarity_centered": "similarity dec",
-    "encoder_effective_depth": "depth used enc",
-    "decoder_effective_depth": "depth used dec",
-}
-"""Columns of the table, by column of results.csv."""
+from stabilize.study.table import SHOWN, Line, Mean, Row, at_best, lines
 
 WITH_INTERVAL = ("val_nll", "test_bleu")
 
@@ -99,7 +87,7 @@ class Results:
             [*line.values.values(), *(_cell(column, line.over(column)) for column in columns), line.told]
             for line in found
         ]
-        headings = [*map(short, self.keys), *(SHOWN[column] for column in columns), "failures (95 %)"]
+        headings = [*map(short, self.keys), *(SHOWN[column].heading for column in columns), "failures (95 %)"]
         return Table("Results", headings, rows, (BEST if "learning_rate" in self.keys else "") + DEFINITIONS)
 
     @property

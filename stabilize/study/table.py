@@ -6,11 +6,39 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
+from typing import Literal, NamedTuple
 
 from stabilize.study.outcome import FAILURES, NUMBERS
 
 Row = Mapping[str, str]
 """Of results.csv."""
+
+Kind = Literal["ratio", "size", "fate"]
+"""What colours say: how far from one, how large, or what became of a point."""
+
+
+class Shown(NamedTuple):
+    """A column of results.csv that people look at: above a table, above a map, and what colours say there."""
+
+    heading: str
+    title: str
+    kind: Kind
+
+
+SHOWN = {
+    "val_nll": Shown("val nll", "validation nll a token", "size"),
+    "test_bleu": Shown("BLEU", "test BLEU", "size"),
+    "encoder_gradient_ratio": Shown("ratio enc", "encoder: gradient of layer 1 over the last layer's", "ratio"),
+    "decoder_gradient_ratio": Shown("ratio dec", "decoder: gradient of layer 1 over the last layer's", "ratio"),
+    "encoder_similarity_centered": Shown(
+        "similarity enc", "encoder: similarity of neighbouring layers, centred", "size"
+    ),
+    "decoder_similarity_centered": Shown(
+        "similarity dec", "decoder: similarity of neighbouring layers, centred", "size"
+    ),
+    "encoder_effective_depth": Shown("depth used enc", "encoder: layers that would be missed", "size"),
+    "decoder_effective_depth": Shown("depth used dec", "decoder: layers that would be missed", "size"),
+}
 
 NORMAL = NormalDist().inv_cdf(0.975)
 

@@ -137,7 +137,8 @@ def test_only_a_run_with_the_same_settings_goes_on(here: Path, capsys: pytest.Ca
     assert state(other)["global_step"] == 2
     half = first / "checkpoints" / f".last.ckpt.{2**22 + 1}{checkpoint.PARTIAL}"  # no process has such a number
     half.touch()
-    code, resumed = fit("--trainer.max_steps=3", "--ckpt_path=auto", "--model.search.beam=2", "--data.workers=1")
+    others = ["--model.search.beam=2", "--data.workers=1", "--data.evaluation_maximum_length=30"]
+    code, resumed = fit("--trainer.max_steps=3", "--ckpt_path=auto", *others)
     assert code == 0
     assert not half.exists()
     assert f"goes on from {first}/checkpoints/last.ckpt" in capsys.readouterr().out

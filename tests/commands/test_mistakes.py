@@ -140,6 +140,12 @@ MISTAKES = {
         "model.stabilizer is PreNorm: this is a group of keys; there are: model.stabilizer.placement, ",
     ),
     "tab": (["model:\n\twidth: 64\n"], "0.yaml, line 2, column 1 is no YAML: "),
+    "too few of them": (
+        ["--model.optimizer=torch.optim.Adam", "--model.optimizer.betas=[0.9]"],
+        "model.optimizer.betas is [0.9]: expected a list of 2 float",
+    ),
+    "no threads": (["--threads=0"], "threads is 0; from 1 to 1,024 would do"),
+    "more threads than can be counted": (["--threads=10000000000000000000000"], "threads is 1000"),
     "no quotes": (
         ["data:\n  init_args:\n    train: [a.{lang}, b]\n"],
         "0.yaml, line 3, column 15 is no YAML: did not find expected ',' or ']'; a text with { or [ in it needs quotes",

@@ -3,56 +3,18 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 
 from stabilize.report import page, read
-from tests.browser import CHROMIUM, Browser
+from tests.browser import CONTRAST, DESK, PHONE, Browser, needed
 from tests.report.folders import POST_NORM, config, learnt, write_run
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; Debian's package of that name has one"),
-]
+pytestmark = needed
 
-PHONE, DESK = 375, 1280
 LONG = "Donaudampfschifffahrtsgesellschaftskapitänsmützenabzeichenverleihungsurkundenpapier" * 2
-
-CONTRAST = """
-(() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  const light = colour => {
-    canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    const part = c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-    const [r, g, b] = canvas.getImageData(0, 0, 1, 1).data;
-    return 0.2126 * part(r) + 0.7152 * part(g) + 0.0722 * part(b);
-  };
-  const behind = element => {
-    while (element && getComputedStyle(element).backgroundColor === 'rgba(0, 0, 0, 0)') element = element.parentElement;
-    return element ? getComputedStyle(element).backgroundColor : 'white';
-  };
-  let worst = [99, ''];
-  for (const element of document.querySelectorAll('body *')) {
-    const own = [...element.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
-    if (!own || element.closest('title') || element.classList.contains('cross')) continue;
-    const style = getComputedStyle(element);
-    const [a, b] = [light(element instanceof SVGElement ? style.fill : style.color), light(behind(element))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < worst[0]) worst = [ratio, element.outerHTML.slice(0, 200)];
-  }
-  return worst;
-})()
-"""
-"""The least contrast of any text to what is behind it, and of which."""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module", params=[1, 2, 9])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,11 @@ from stabilize.study.answer import RULES
 from stabilize.study.claims import RULE, judge
 from stabilize.study.page import page
 from stabilize.study.results import Results
-from tests.browser import CHROMIUM, Browser
-from tests.report.test_in_a_browser import CONTRAST, DESK, PHONE
+from tests.browser import CONTRAST, DESK, PHONE, Browser, needed
 from tests.study.rows import row
 from tests.study.test_page import KEYS
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; Debian's package of that name has one"),
-]
+pytestmark = needed
 
 STRATEGIES = ("post_ln", "post_ln+warmup", "pre_ln", "b2t", "deepnorm", "admin_closed_form", "hybrid_norm_star")
 
@@ -58,12 +53,6 @@ def study() -> Results:
         for place, strategy in enumerate(STRATEGIES)
     ]
     return Results("Which stabiliser trains?", KEYS, rows, RULES["strategies"](rows, KEYS), (), tests)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    with Browser(tmp_path_factory.mktemp("profile")) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module", params=["study", "claims"])
