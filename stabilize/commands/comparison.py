@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import ctypes
 import fcntl
 import hashlib
 import json
@@ -13,14 +12,13 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from stabilize.commands.forks import LOST, Fork
 from stabilize.commands.mistakes import options
 from stabilize.errors import UserError
 from stabilize.report import read
@@ -28,7 +26,10 @@ from stabilize.study import Cell
 from stabilize.study.outcome import numbers, outcome
 from stabilize.study.plan import UPDATES
 
-ENDED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGKILL)
+ENDED = (
+    *(128 + signal.SIGINT, 128 + signal.SIGTERM),
+    *(-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP, -signal.SIGKILL, LOST),
+)
 """Exit codes of a run that somebody ended: it has no result."""
 MISTAKEN = 2
 """Exit code of a run that stopped at what a user can mend, such as a full disk: it has none either."""
@@ -46,8 +47,7 @@ class Running:
 
     cell: Cell
     folder: Path
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
+    process: Fork
     start: float
 
     @property
@@ -58,10 +58,6 @@ class Running:
             said = PROGRESS.findall(log.read())
         planned = dict(options(self.cell.words)).get(f"--{UPDATES}")
         return f"{said[-1].decode() if said else 0}{f' of {planned}' if planned else ''} updates"
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG in prctl.h
 
 
 class Comparison:
@@ -132,18 +128,15 @@ class Comparison:
                 if not self.under_way:
                     return
                 for run in list(self.under_way):
-                    pid, status, usage = os.wait4(run.process.pid, os.WNOHANG)
-                    if pid:
+                    if (code := run.process.poll()) is not None:
                         self.under_way.remove(run)
-                        self._finish(run, os.waitstatus_to_exitcode(status), usage.ru_maxrss)
+                        self._finish(run, code)
                         yield run.cell
                 yield None
                 time.sleep(0.1)
         finally:
             for run in self.under_way:
                 run.process.kill()
-                run.process.wait()
-                run.log.close()
 
     def _place(self, cell: Cell) -> Path:
         return self.folder / "cells" / cell.name / "result.json"
@@ -152,17 +145,11 @@ class Comparison:
         folder = self._place(cell).parent
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
         folder.mkdir(parents=True)
-        log = (folder / "log.txt").open("wb")
         named = {"WANDB_RUN_GROUP": self.folder.name, "WANDB_NAME": cell.name}
-        command = [sys.executable, "-m", "stabilize", "fit", *cell.words, f"--trainer.default_root_dir={folder}"]
-        process = subprocess.Popen(
-            command, env=os.environ | named, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_die_with_parent
-        )
-        return Running(cell, folder, process, log, time.monotonic())
+        words = ("fit", *cell.words, f"--trainer.default_root_dir={folder}")
+        return Running(cell, folder, Fork(words, os.environ | named, folder / "log.txt"), time.monotonic())
 
-    def _finish(self, run: Running, code: int, memory: int) -> None:
-        run.process.returncode = code  # wait4 has taken it
-        run.log.close()
+    def _finish(self, run: Running, code: int) -> None:
         if code in ENDED or code == MISTAKEN:
             said = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip().splitlines()
             self.without[run.cell.name] = said[-1] if code == MISTAKEN and said else "somebody ended it"
@@ -176,7 +163,7 @@ class Comparison:
             "verdict": whole.diary.verdict if whole is not None else "",
             "numbers": numbers(whole),
             "seconds": time.monotonic() - run.start,
-            "memory_gib": memory / 2**20,
+            "memory_gib": run.process.memory / 2**30,
             "tokens_per_second": whole.last("train/tokens_per_second") if whole is not None else None,
             "folder": str(folders[0].relative_to(self.folder.parent)) if folders else None,
         }

@@ -164,7 +164,7 @@ def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFi
     assert not (here / "studies" / "small" / "cells" / "killed-seed=1" / "result.json").exists()
 
 
-def test_runs_die_with_the_study(here: Path) -> None:
+def test_runs_die_with_the_study(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By SIGKILL of the parent alone; nobody else carries out the same study meanwhile."""
     (here / "tiny.yaml").write_text(TINY.replace("max_steps: 4", "max_steps: 1000000"))
     (here / "small.yaml").write_text(STUDY.replace(", own.yaml", ""))
@@ -173,11 +173,9 @@ def test_runs_die_with_the_study(here: Path) -> None:
         log = here / "studies" / "small" / "cells" / "post_ln-seed=1" / "log.txt"
         while not (log.exists() and "update 4:" in log.read_text()):
             assert parent.poll() is None
-        second = [sys.executable, "-m", "stabilize", "compare", "small.yaml"]
-        refused = subprocess.run(second, capture_output=True, text=True)
-        assert refused.returncode == 2
-        assert "is being worked on by another process" in refused.stderr
-        (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        assert main(["compare", "small.yaml"]) == 2
+        assert "is being worked on by another process" in capsys.readouterr().err
+        (child,) = runs_of(parent.pid)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
@@ -203,11 +201,11 @@ def test_a_study_that_is_killed_three_times_ends_as_if_it_had_not_been(here: Pat
         parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         while len(list(cells.glob("*/result.json"))) <= before or not in_the_middle(cells):
             assert parent.poll() is None
-        children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        runs = runs_of(parent.pid)
         if blow == "parent":
             parent.send_signal(signal.SIGKILL)
         elif blow == "run":
-            os.kill(int(children[0]), signal.SIGKILL)
+            os.kill(runs[0], signal.SIGKILL)
         else:
             os.killpg(parent.pid, signal.SIGKILL)
         assert parent.wait() == (2 if blow == "run" else -signal.SIGKILL)
@@ -219,6 +217,15 @@ def test_a_study_that_is_killed_three_times_ends_as_if_it_had_not_been(here: Pat
         whole, killed = (here / folder / "small" / file for folder in ("whole", "studies"))
         assert killed.read_bytes() == whole.read_bytes(), file
     assert len(results(here / "studies" / "small")) == 6
+
+
+def runs_of(study: int) -> list[int]:
+    """The processes of a study's runs: forked from one that the study has started."""
+    return [run for forking in children_of(study) for run in children_of(forking)]
+
+
+def children_of(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
 def in_the_middle(cells: Path) -> bool:
