@@ -13,9 +13,10 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import linear_regression
 from typing import Any
 
 from stabilize.commands.forks import LOST, Fork
@@ -97,6 +98,8 @@ class Comparison:
         self.found |= {name: found for name, found in taken.items() if found is not None}
         self.without: dict[str, str] = {}
         """Why runs have no result."""
+        self._estimated: tuple[int, float | None] = (-1, None)
+        """How many runs had a result, and what the others will take."""
 
     @property
     def left(self) -> list[Cell]:
@@ -106,9 +109,15 @@ class Comparison:
     @property
     def seconds_left(self) -> float | None:
         """What the runs that are left will take; none: nothing is known."""
+        if len(self.found) != self._estimated[0]:  # else it is known already, and is asked for many times a second
+            self._estimated = len(self.found), self._estimate()
+        return self._estimated[1]
+
+    def _estimate(self) -> float | None:
         known = [(cell, self.found[cell.name]["seconds"]) for cell in self.cells if cell.name in self.found]
         if known:
-            return sum(_expected(cell, known) for cell in self.left) / self.jobs
+            cost = _cost_of_depth([(_depth(cell), seconds) for cell, seconds in known])
+            return sum(_expected(cell, known, cost) for cell in self.left) / self.jobs
         return None if self.core_minutes is None else 60 * self.core_minutes / self.jobs
 
     def command(self, cell: Cell) -> str:
@@ -217,16 +226,28 @@ def _result(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "asked" in found else None
 
 
-def _expected(cell: Cell, known: Sequence[tuple[Cell, float]]) -> float:
-    """Seconds that a run takes: as long as those that are most like it, each taken times what it is deeper."""
+def _expected(cell: Cell, known: Sequence[tuple[Cell, float]], cost: Callable[[float], float]) -> float:
+    """Seconds that a run takes: as long as those that are most like it, each taken times what its depth adds."""
 
     def alike(other: Cell) -> int:
         return sum(other.values.get(key) == value for key, value in cell.values.items() if key != "seed")
 
     most = max(alike(other) for other, _ in known)
-    depth = float(cell.values.get("depth", 1))
-    taken = [seconds * depth / float(other.values.get("depth", 1)) for other, seconds in known if alike(other) == most]
+    taken = [seconds * cost(_depth(cell)) / cost(_depth(other)) for other, seconds in known if alike(other) == most]
     return sum(taken) / len(taken)
+
+
+def _cost_of_depth(known: Sequence[tuple[float, float]]) -> Callable[[float], float]:
+    """What a run of a depth costs, but for a factor: a share of its own and one of each layer, once runs of two depths
+    are known; until then all is its layers'."""
+    if len({depth for depth, _ in known}) < 2:
+        return float
+    layer, start = linear_regression(*zip(*known, strict=True))
+    return (lambda depth: start + layer * depth) if start > 0 and layer > 0 else float
+
+
+def _depth(cell: Cell) -> float:
+    return float(cell.values.get("depth", 1))
 
 
 def _hash(cell: Cell) -> str:

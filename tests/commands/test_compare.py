@@ -151,6 +151,9 @@ def test_what_is_left_is_told_before_and_while_it_is_run(here: Path, capsys: pyt
     ]
     assert "2 of 4 runs; about 1 min left" in drawn
 
+    comparison.found["a 6"] = {"outcome": "trained", "seconds": 16.0}  # 8 seconds for itself, 4 for 3 layers
+    assert comparison.seconds_left == pytest.approx(14 * (8 + 2 * 4) / (8 + 4))
+
 
 def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "killed.py").write_text(
