@@ -151,8 +151,9 @@ def test_what_is_left_is_told_before_and_while_it_is_run(here: Path, capsys: pyt
     ]
     assert "2 of 4 runs; about 1 min left" in drawn
 
-    comparison.found["a 6"] = {"outcome": "trained", "seconds": 16.0}  # 8 seconds for itself, 4 for 3 layers
-    assert comparison.seconds_left == pytest.approx(14 * (8 + 2 * 4) / (8 + 4))
+    comparison.found["a 6"] = {"outcome": "trained", "seconds": 16.0}  # so 8 seconds for itself, and 4 for 3 layers
+    of_the_other_depth = 14 * (8 + 2 * 4) / (8 + 4)
+    assert comparison.seconds_left == pytest.approx((16 + of_the_other_depth) / 2)
 
 
 def test_a_run_that_is_killed_has_no_result(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
