@@ -32,11 +32,12 @@ NUMBERS: dict[str, tuple[str, Literal["last", "first", "largest", "mean of the l
 FAILURES = {
     "diverged": "loss or gradient norm not finite, or training nll to the end more than "
     f"{ABOVE_START:g} nat above its beginning",
-    "stuck": f"training nll fell by less than {STUCK_FALL:.0%} from the third to the last quarter, and stands above "
-    f"{STUCK_ENTROPY:.0%} of the entropy of single words",
+    "stuck": f"training nll fell by less than {STUCK_FALL:.0%} from the third to the last quarter and stands above "
+    f"{STUCK_ENTROPY:.0%} of the entropy of single words, or it falls and stands above all of it in the last quarter",
     "crashed": "ended with an error",
 }
-"""Outcomes of a run that did not train, and how they are told; `stabilize/findings.py` finds them."""
+"""Outcomes of a run that did not train, and how they are told; `stabilize/findings.py` finds them, but for what may be
+called so at the end alone: a run that knows less than how frequent words are."""
 
 
 def outcome(run: Run | None, code: int) -> str:
@@ -45,7 +46,10 @@ def outcome(run: Run | None, code: int) -> str:
         for finding in run.diary.all:
             if not finding.passed and finding.rule in FAILURES:
                 return finding.rule
-    return "trained" if run is not None and code == 0 else "crashed"
+    if run is None or code:
+        return "crashed"
+    nll, entropy = number(run, *NUMBERS["train_nll"]), run.diary.entropy
+    return "stuck" if nll is not None and entropy is not None and nll > entropy else "trained"
 
 
 def numbers(run: Run | None) -> dict[str, str]:

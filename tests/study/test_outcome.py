@@ -14,7 +14,7 @@ def run(nll: list[float], **last: float) -> Run:
     """A run whose training nll was this, ten updates apart, and other metrics at the end."""
     records = [(10 * (i + 1), {"train/nll": value, "train/loss": value}) for i, value in enumerate(nll)]
     records.append((10 * len(nll), {key.replace("__", "/"): value for key, value in last.items()}))
-    return Run("", {}, "", records, {}, {}, [], "", {}, None, [])
+    return Run("", {}, "", records, {"train/word_entropy": 5.0}, {}, [], "", {}, None, [])
 
 
 def test_outcomes() -> None:
@@ -23,6 +23,8 @@ def test_outcomes() -> None:
     assert outcome(run(falls), 1) == "crashed"
     assert outcome(None, 2) == "crashed"
     assert outcome(run([8.0] * 3 + [7.0] * 57), 0) == "stuck"
+    assert outcome(run([8.0 * 0.99**i for i in range(50)]), 0) == "stuck", "it falls, but knows nothing yet"
+    assert outcome(run([8.0 * 0.98**i for i in range(50)]), 0) == "trained"
     assert outcome(run([*falls[:30], *[20.0] * 30]), 0) == "diverged"
     assert outcome(run([*falls[:30], math.nan]), 1) == "diverged"
     assert findings([(10, {"train/nll": 8.0})]).verdict == "no fault seen"
