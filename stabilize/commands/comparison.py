@@ -136,13 +136,13 @@ class Comparison:
                     self.under_way.append(self._start(cell))
                 if not self.under_way:
                     return
+                yield None
+                Fork.wait([run.process for run in self.under_way], 0.5)
                 for run in list(self.under_way):
                     if (code := run.process.poll()) is not None:
                         self.under_way.remove(run)
                         self._finish(run, code)
                         yield run.cell
-                yield None
-                time.sleep(0.1)
         finally:
             for run in self.under_way:
                 run.process.kill()

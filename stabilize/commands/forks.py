@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from multiprocessing import connection
 from pathlib import Path
 
 HEAVY = ["stabilize.commands.training", "wandb.sdk.launch"]
@@ -51,6 +52,11 @@ class Fork:
             if held:
                 self.memory = max(self.memory, int(held[1]) * 2**10)
         return self._process.exitcode
+
+    @staticmethod
+    def wait(forks: Sequence[Fork], seconds: float) -> None:
+        """Sleep until one of them has ended, but no longer than so many seconds."""
+        connection.wait([fork._process.sentinel for fork in forks], seconds)
 
     def kill(self) -> None:
         """End it at once, and wait for its end."""
