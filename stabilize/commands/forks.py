@@ -21,6 +21,9 @@ from pathlib import Path
 HEAVY = ["stabilize.commands.training", "wandb.sdk.launch"]
 """Modules that a training imports."""
 
+FOUND_IN = [*sys.path]
+"""Where modules are found, before a command adds the folders of its plug-ins."""
+
 LOST = 255
 """Exit code of a fork whose parent, from which one learns how it ended, is gone."""
 
@@ -41,7 +44,7 @@ class Fork:
         """Most bytes that it has held, as far as was seen by `poll`."""
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(HEAVY)
-        self._process = processes.Process(target=_carry_out, args=(list(words), dict(environment), str(log)))
+        self._process = processes.Process(target=_carry_out, args=(list(words), dict(environment), FOUND_IN, str(log)))
         log.touch()
         self._process.start()
 
@@ -64,13 +67,14 @@ class Fork:
         self._process.join()
 
 
-def _carry_out(words: list[str], environment: dict[str, str], log: str) -> None:
+def _carry_out(words: list[str], environment: dict[str, str], found_in: list[str], log: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     place = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(place, sys.stdout.fileno())
     os.dup2(place, sys.stderr.fileno())
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:] = found_in
     sys.argv = ["stabilize", *words]
     try:
         runpy.run_module("stabilize", run_name="__main__", alter_sys=True)
