@@ -1,6 +1,8 @@
 """Command lines of `stabilize` carried out in processes that are forked from one which has imported what they need.
 
-Imports take five seconds of one core, a third of a short run. Nothing else is done in that process before the fork.
+Imports take five seconds of one core, a third of a short run. Nothing else is done in that process before the fork, and
+what keeps things of its own from its import on is left to each fork: all would have the same folder for W&B's media, and
+the first to end would delete it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from multiprocessing import connection
 from pathlib import Path
 
-HEAVY = ["stabilize.commands.training", "wandb.sdk.launch"]
-"""Modules that a training imports."""
+HEAVY = ["stabilize.task", "stabilize.data", "stabilize.callbacks"]
+"""Modules with most of what a training imports, and without wandb."""
 
 FOUND_IN = [*sys.path]
 """Where modules are found, before a command adds the folders of its plug-ins."""

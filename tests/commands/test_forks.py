@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stabilize.commands.forks import Fork
+from stabilize.commands.forks import HEAVY, Fork
 
 OWN = '''
 from stabilize.strategies import PreNorm
@@ -35,6 +35,13 @@ def test_what_is_said_and_how_it_ends_is_the_same(words: list[str], tmp_path: Pa
         [sys.executable, "-m", "stabilize", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert ended(words, tmp_path / "log.txt") == (alone.returncode, alone.stdout)
+
+
+def test_forks_share_no_folder_of_their_imports() -> None:
+    """Such as wandb makes, which the first of them to end would delete for all."""
+    folders = "[end for end in weakref.finalize._registry if isinstance(end.peek()[0], tempfile.TemporaryDirectory)]"
+    code = f"import sys, tempfile, weakref, {', '.join(HEAVY)}; sys.exit(bool({folders}) or 'wandb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_its_variables_are_its_own(tmp_path: Path) -> None:
