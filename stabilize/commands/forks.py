@@ -1,8 +1,8 @@
 """Command lines of `stabilize` carried out in processes that are forked from one which has imported what they need.
 
-Imports take five seconds of one core, a third of a short run. Nothing else is done in that process before the fork, and
-what keeps things of its own from its import on is left to each fork: all would have the same folder for W&B's media, and
-the first to end would delete it.
+Imports take five seconds of one core, a third of a short run. Nothing else is done in that process before the fork.
+What keeps things of its own from its import on is left to each fork: all would have the same folder for the media of
+W&B, and the first to end would delete it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from stabilize.findings import ABOVE_START, STUCK_ENTROPY, STUCK_FALL
+from stabilize.findings import ABOVE_START, STUCK_ENTROPY, STUCK_FALL, STUCK_UPDATES
 from stabilize.report import Run
 
 NUMBERS: dict[str, tuple[str, Literal["last", "first", "largest", "mean of the last quarter"]]] = {
@@ -48,6 +48,8 @@ def outcome(run: Run | None, code: int) -> str:
                 return finding.rule
     if run is None or code:
         return "crashed"
+    if run.updates < STUCK_UPDATES:
+        return "trained"
     nll, entropy = number(run, *NUMBERS["train_nll"]), run.diary.entropy
     return "stuck" if nll is not None and entropy is not None and nll > entropy else "trained"
 
