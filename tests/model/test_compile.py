@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stabilize.model import EncoderDecoder
 from stabilize.model.layer import compiled_run
-from stabilize.strategies import LayerEpsilon, Norm, PostNorm, Stabilizer
+from stabilize.strategies import LayerEpsilon, Norm, PostNorm, PowerNorm, Stabilizer
 from stabilize.strategies.menu import menu
 from tests.models import SOURCE, STABILIZERS, TARGET, assert_equal, disturb, model_of, sentences
 
@@ -85,7 +85,11 @@ def test_18_layers_a_stack_share_four_graphs(name: str, graphs: Graphs) -> None:
 NORMS = [norm() for norm in menu(Norm) if norm.__module__.startswith("stabilize.")]
 
 
-@pytest.mark.parametrize("norm", NORMS, ids=repr)
+@pytest.mark.parametrize(
+    "norm",
+    [pytest.param(norm, marks=() if isinstance(norm, PowerNorm) else pytest.mark.soak) for norm in NORMS],
+    ids=repr,
+)
 def test_an_epsilon_of_its_own_costs_a_layer_no_graph(norm: Norm, graphs: Graphs) -> None:
     """And is the one it was given: on streams this small it decides the output."""
     epsilons = [1.0, 0.1, 1e-2, 1e-5]
@@ -97,7 +101,7 @@ def test_an_epsilon_of_its_own_costs_a_layer_no_graph(norm: Norm, graphs: Graphs
     assert graphs.count <= MOST_GRAPHS
 
 
-@pytest.mark.parametrize("name", ["b2t", "realformer_mean"])
+@pytest.mark.parametrize("name", ["b2t", pytest.param("realformer_mean", marks=pytest.mark.soak)])
 def test_fifty_lengths_share_four_graphs(name: str, graphs: Graphs) -> None:
     model = compiled(model_of(name, dropout=0.1, attention_dropout=0.1).train())
     for length in range(5, 55):
@@ -106,7 +110,7 @@ def test_fifty_lengths_share_four_graphs(name: str, graphs: Graphs) -> None:
     assert graphs.count <= MOST_GRAPHS
 
 
-@pytest.mark.parametrize("name", ["mix_norm", "realformer_mean"])
+@pytest.mark.parametrize("name", [pytest.param("mix_norm", marks=pytest.mark.soak), "realformer_mean"])
 def test_training_and_evaluation_have_their_own_four_graphs(name: str, graphs: Graphs) -> None:
     """Under torch's own limit of eight graphs a run would end where it wants a ninth."""
     model = compiled(model_of(name, 4, 4, dropout=0.1))
