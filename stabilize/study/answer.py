@@ -30,9 +30,11 @@ def strategies(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
         if not bad:
             everywhere.append(strategy)
         else:
-            trains = f"trains at {_places(good)}" if good else "trains nowhere"
-            fails = "; ".join(f"{_place(line)}, {line.told}" for line in bad)
-            said.append(f"{strategy} {trains}; not every seed does at {fails}.")
+            parts = [f"trains at {_places(good)}" if good else "trains nowhere"]
+            for seeds, all_failed in (("no seed does", True), ("not every seed does", False)):
+                lost = [f"{_place(line)}, {line.told}" for line in bad if (line.failed == line.runs) == all_failed]
+                parts += [f"{seeds} at {'; '.join(lost)}"] if lost else []
+            said.append(f"{strategy} {'; '.join(parts)}.")
     if everywhere:
         verb = "trains" if len(everywhere) == 1 else "train"
         said.insert(0, f"{_list(everywhere)} {verb} with every seed at every point of the grid.")

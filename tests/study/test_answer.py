@@ -22,9 +22,13 @@ def test_who_trains_where_and_who_is_best() -> None:
         rows.append(row(seed=seed, strategy="post", depth=3, learning_rate=1e-3, val_nll=2.5 + seed / 100))
         fate = "stuck" if seed < 3 else "trained"
         rows.append(row(seed=seed, outcome=fate, strategy="post", depth=12, learning_rate=1e-3, val_nll=5))
+        rows.append(row(seed=seed, outcome="stuck", strategy="post", depth=18, learning_rate=1e-3, val_nll=5))
     said = told("strategies", rows, KEYS)
     assert said.startswith("good, near and worse train with every seed at every point of the grid.")
-    assert "post trains at depth 3; not every seed does at depth 12, 2 stuck of 3 (21% to 94%)." in said
+    assert (
+        "post trains at depth 3; no seed does at depth 18, 3 stuck of 3 (44% to 100%); not every seed does at" in said
+    )
+    assert "; not every seed does at depth 12, 2 stuck of 3 (21% to 94%)." in said
     assert (
         "depth 12: the lowest nll is that of good, 2.02 ± 0.0248 (next near, 2.03 ± 0.0248); near is not told" in said
     )
