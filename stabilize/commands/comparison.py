@@ -109,7 +109,7 @@ class Comparison:
     @property
     def seconds_left(self) -> float | None:
         """What the runs that are left will take; none: nothing is known."""
-        if len(self.found) != self._estimated[0]:  # else it is known already, and is asked for many times a second
+        if len(self.found) != self._estimated[0]:  # else it is known, and a board asks twice a second
             self._estimated = len(self.found), self._estimate()
         return self._estimated[1]
 

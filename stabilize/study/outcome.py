@@ -33,7 +33,8 @@ FAILURES = {
     "diverged": "loss or gradient norm not finite, or training nll to the end more than "
     f"{ABOVE_START:g} nat above its beginning",
     "stuck": f"training nll fell by less than {STUCK_FALL:.0%} from the third to the last quarter and stands above "
-    f"{STUCK_ENTROPY:.0%} of the entropy of single words, or it falls and stands above all of it in the last quarter",
+    f"{STUCK_ENTROPY:.0%} of the entropy of single words, or it falls and stands above all of it in the last quarter "
+    f"(not before {STUCK_UPDATES} updates)",
     "crashed": "ended with an error",
 }
 """Outcomes of a run that did not train, and how they are told; `stabilize/findings.py` finds them, but for what may be
