@@ -183,9 +183,10 @@ class _Attention(torch.autograd.Function):
         seen = max(LANES, key.size(2) + -key.size(2) % (LANES // 2))  # softmax is slow where its rows fill no register
         q, k, v = _matrices(query, length), _matrices(key, seen), _matrices(value, seen)
         # The products are added to the mask: a number of this size swallows them. Behind the keys there is nothing.
-        barred = torch.full((*mask.shape[:-1], seen), -math.inf)
-        barred[..., : key.size(2)] = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
-        scores = torch.empty(batch, heads, length, seen).copy_(barred).flatten(0, 1)
+        barred = torch.full((*mask.shape[:-1], seen), -math.inf, dtype=torch.float32)
+        barred[..., : key.size(2)] = 0
+        barred[..., : key.size(2)].masked_fill_(~mask, torch.finfo(torch.float32).min)
+        scores = barred.new_empty(batch, heads, length, seen).copy_(barred).flatten(0, 1)
         p = scores.baddbmm_(q, k.mT, alpha=ctx.scale).softmax(-1)
         kept = _kept(p, rate) if rate else None
         weights = p if kept is None else p * kept
@@ -212,7 +213,7 @@ class _Attention(torch.autograd.Function):
 def _matrices(x: Tensor, length: int) -> Tensor:
     """`[batch, heads, any length, head width]` as `[batch * heads, length, head width]` in float32, zeros behind."""
     batch, heads, own, width = x.shape
-    placed = torch.empty(batch, heads, length, width)
+    placed = torch.empty(batch, heads, length, width, dtype=torch.float32)
     placed[:, :, :own] = x
     placed[:, :, own:] = 0
     return placed.flatten(0, 1)
