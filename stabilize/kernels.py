@@ -56,7 +56,8 @@ def _kept(x: Tensor, rate: float) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in the precision of `x` or that of autocast."""
     dtype = computed_in(x)
-    if not _eager_on_cpu(x) or not (dtype in HALF or _is_large(x, weight, dtype)):
+    # Decoding has ever new sizes, for which oneDNN compiles anew; in half precision nothing else is fast.
+    if not _eager_on_cpu(x) or not _is_for_onednn(x, weight, dtype) or not (torch.is_grad_enabled() or dtype in HALF):
         return F.linear(x, weight, bias)
     return cast(Tensor, _Linear.apply(x, weight, bias, dtype))
 
@@ -92,9 +93,13 @@ class _Linear(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of matrices of one precision, which nothing is differentiated through."""
-    if x.device.type == "cpu" and len(x) and _has_onednn(x.dtype):
+    if x.device.type == "cpu" and len(x) and _is_for_onednn(x, weight, x.dtype) and _has_onednn(x.dtype):
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
     return F.linear(x, weight, bias)
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    return dtype in HALF or (dtype == torch.float32 and x.numel() * len(weight) >= LARGE)
 
 
 @functools.cache
@@ -107,11 +112,6 @@ def _has_onednn(dtype: torch.dtype) -> bool:
         half = "bf16" if dtype == torch.bfloat16 else "fp16"
         return bool(getattr(library, f"_is_mkldnn_{half}_supported")())
     return dtype == torch.float32
-
-
-def _is_large(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether training makes this product in float32 by oneDNN. Elsewhere sizes are ever new, which it compiles for."""
-    return dtype == torch.float32 and torch.is_grad_enabled() and x.numel() * len(weight) >= LARGE
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
