@@ -61,35 +61,45 @@ class Attention(nn.Module):
         return cast(Tensor, context.memory_mask) if self.crosses else context.mask
 
     def _query_key_value(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        cached = context.cache.entries.get(self.place) if context.cache is not None else None
+        """Keys and values are those of earlier tokens too where there is a cache, and queries then stand by sentence."""
+        cache, query_real = context.cache, self._query_real(context)
         if self.crosses:
-            (query,) = self._split(self.query(x), 1)
-            if cached is None:
-                value, key = self._split(self.value_key(context.memory), 2)
-        else:
-            query, value, key = self._split(self.query_value_key(x), 3)
-        query = self._slot("query", query, context.real)
-        if self.crosses and cached is not None:
-            return query, *cached
-        real = context.real if context.memory_mask is None or not self.crosses else context.memory_mask[:, 0, 0]
+            projected = self.query(x)
+            (query,) = self._split(projected if cache is None else cache.by_sentence(projected), 1)
+            query = self._slot("query", query, query_real)
+            return query, *self._source_key_value(context)
+        projected = self.query_value_key(x)
+        query, value, key = self._split(projected if cache is None else cache.by_sentence(projected), 3)
+        query, key, value = (
+            self._slot(name, part, query_real) for name, part in (("query", query), ("key", key), ("value", value))
+        )
+        return query, *((key, value) if cache is None else cache.append(self.place, key, value))
+
+    def _source_key_value(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Of the encoder's output; a cache keeps them."""
+        if context.cache is not None and self.place in context.cache.source:
+            return context.cache.source[self.place]
+        value, key = self._split(self.value_key(context.memory), 2)
+        real = cast(Tensor, context.memory_mask)[:, 0, 0]
         key, value = self._slot("key", key, real), self._slot("value", value, real)
         if context.cache is not None:
-            if cached is not None:
-                key, value = (torch.cat(pair, dim=2) for pair in zip(cached, (key, value), strict=True))
-            context.cache.entries[self.place] = key, value
-        return query, key, value
+            context.cache.source[self.place] = key, value = key.contiguous(), value.contiguous()
+        return key, value
+
+    def _query_real(self, context: Context) -> Tensor:
+        return context.real if context.cache is None else context.cache.by_sentence(context.real)
 
     def forward(self, x: Tensor, context: Context, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The branch's output `[batch, length, width]` and what is handed to the layer above."""
         query, key, value = self._query_key_value(x, context)
         dropout = self.dropout if self.training else 0.0
         mixed, carried = self.stabilizer(query, key, value, self._mask(context), dropout, carried)
-        mixed = self._slot("mixed", mixed, context.real)
-        return self.output(mixed.transpose(1, 2).flatten(2)), carried
+        mixed = self._slot("mixed", mixed, self._query_real(context)).transpose(1, 2).flatten(2)
+        return self.output(mixed if context.cache is None else context.cache.by_row(mixed)), carried
 
     def observe_logits(self, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """What diagnostics look at: the logits that these inputs give, before the mask, and where real queries may look
         (broadcasts to the logits)."""
         x, context, carried = inputs
         query, key, _ = self._query_key_value(x, context)
-        return self.stabilizer.logits(query, key, carried), self._mask(context) & context.real[:, None, :, None]
+        return self.stabilizer.logits(query, key, carried), self._mask(context) & self._query_real(context)[:, None, :, None]

@@ -190,15 +190,15 @@ class EncoderDecoder(nn.Module):
     def decode(self, target: Tensor, memory: Memory, cache: Cache | None = None) -> Tensor:
         """The decoder's output `[batch, length, width]` for `target` `[batch, length]`.
 
-        With a cache, `target` holds only the tokens that are new, and the cache takes them in.
+        With a cache, `target` holds only the tokens that are new, of each of its rows, and the cache takes them in.
         """
-        seen, length = (cache.length if cache is not None else 0), target.size(1)
-        mask = torch.ones(length, seen + length, dtype=torch.bool, device=target.device).tril(seen)
+        start, length = (0 if cache is None else cache.length), target.size(1)
+        if cache is None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+        else:
+            mask = cache.extend(len(memory.states), length, target.device)
         context = Context(target != PAD, mask, memory.states, memory.mask, cache)
-        hidden = self.decoder(self.target_embedding(target, seen), context)
-        if cache is not None:
-            cache.length += length
-        return hidden
+        return self.decoder(self.target_embedding(target, start), context)
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of the decoder's output `[..., width]`."""
