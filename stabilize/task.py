@@ -34,7 +34,7 @@ from stabilize.decoding import BeamSearch
 from stabilize.errors import UserError, at_least
 from stabilize.evaluation import Evaluated, Evaluation
 from stabilize.gradients import Gradients
-from stabilize.loss import smoothed_cross_entropy
+from stabilize.loss import projected_cross_entropy
 from stabilize.metrics import ScoreName, corpus_scores
 from stabilize.model import EncoderDecoder, Sizes
 from stabilize.precision import is_fused, unscale
@@ -287,8 +287,9 @@ class TranslationTask(LightningModule):
         # An end token is read by none: cutting off the last column spares only the longest sentence from it.
         hidden = self.model(batch.source, batch.target[:, :-1].masked_fill(~real, PAD))
         labels = labels[real]
-        logits = self.model.project(hidden[real])
-        loss, nll = smoothed_cross_entropy(logits, labels, self.label_smoothing, self.z_loss)
+        loss, nll = projected_cross_entropy(
+            hidden[real], *self.model.output_matrix(), labels, self.label_smoothing, self.z_loss
+        )
         return loss, nll, len(labels)
 
     def on_train_start(self) -> None:
