@@ -8,19 +8,26 @@ for each length, are made in float32, where nothing is compiled.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 HALF = (torch.bfloat16, torch.float16)
 LARGE = 2**26
 """Multiplications of a float32 product, from which on oneDNN makes it in training: by a fifth faster than MKL on AMD's
 processors, as fast on Intel's, and slower where products are small."""
+ROWS = 64
+"""For products of about so many are weights arranged; for many more and for few it is the same order."""
+KEYS = 16
+"""A CPU's softmax takes so many numbers at once and what is left over one by one: over 15 keys attention takes twice as
+long as over 16."""
 HUGE_PAGE = 2**21
 HEAP = 2**32
 """Bytes of addresses for which huge pages are asked."""
@@ -51,9 +58,49 @@ def _kept(x: Tensor, rate: float) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in the precision of `x` or that of autocast."""
     dtype = computed_in(x)
-    if not _eager_on_cpu(x) or not (dtype in HALF or _is_large(x, weight, dtype)):
+    if not _eager_on_cpu(x):
+        return F.linear(x, weight, bias)
+    if _arranged is not None and isinstance(weight, nn.Parameter) and not torch.is_grad_enabled():
+        return _arranged(x, weight, bias, dtype)
+    if not (dtype in HALF or _is_large(x, weight, dtype)):
         return F.linear(x, weight, bias)
     return cast(Tensor, _Linear.apply(x, weight, bias, dtype))
+
+
+class _Arranged:
+    """Weights in the order in which oneDNN multiplies them."""
+
+    def __init__(self) -> None:
+        self._weights: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x W^T + b."""
+        if not x.numel() or not _has_onednn(dtype):
+            return F.linear(x, weight, bias)
+        key = id(weight), dtype
+        if key not in self._weights:  # with the weight itself, so that its number is not given away
+            arranged = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS)
+            self._weights[key] = weight, arranged
+        y = product(_fill(x, dtype, 4), self._weights[key][1], None if bias is None else bias.detach().to(dtype))
+        return y[: x.numel() // x.size(-1)].view(*x.shape[:-1], len(weight))
+
+
+_arranged: _Arranged | None = None
+
+
+@contextlib.contextmanager
+def constant_weights() -> Iterator[None]:
+    """While it lasts no weight may change, and what is computed without gradient may keep them in another order.
+
+    On a CPU oneDNN then need not arrange a weight anew in every product, which with the few rows of decoding takes up
+    to half of the time. To arrange it once takes some twenty times as long as a product with it does, and its memory.
+    """
+    global _arranged
+    outer, _arranged = _arranged, _Arranged()
+    try:
+        yield
+    finally:
+        _arranged = outer
 
 
 def computed_in(x: Tensor) -> torch.dtype:
@@ -114,10 +161,11 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _fill(x, dtype) if dtype in HALF and _eager_on_cpu(x) else x.reshape(-1, x.size(-1)).to(dtype)
 
 
-def _fill(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[..., width]` as `[rows, width]`, with zeros behind: 32 numbers of rows between one and twice as many."""
+def _fill(x: Tensor, dtype: torch.dtype, least: int = 32) -> Tensor:
+    """`[..., width]` as `[rows, width]`, with zeros behind: 32 numbers of rows between one and twice as many, multiples
+    of `least`."""
     rows = x.numel() // x.size(-1)
-    step = max(32, 2 ** (rows.bit_length() - 6))
+    step = max(least, 2 ** (rows.bit_length() - 6))
     filled = torch.empty(rows + -rows % step, x.size(-1), dtype=dtype)
     filled[:rows].view(x.shape).copy_(x)
     filled[rows:].zero_()

@@ -80,10 +80,11 @@ class Attention(nn.Module):
         if context.cache is not None and self.place in context.cache.source:
             return context.cache.source[self.place]
         value, key = self._split(self.value_key(context.memory), 2)
-        real = cast(Tensor, context.memory_mask)[:, 0, 0]
+        real = cast(Tensor, context.memory_mask)[:, 0, 0, : key.size(2)]
         key, value = self._slot("key", key, real), self._slot("value", value, real)
         if context.cache is not None:
-            context.cache.source[self.place] = key, value = key.contiguous(), value.contiguous()
+            key, value = (context.cache.filled(x.contiguous(), -2) for x in (key, value))
+            context.cache.source[self.place] = key, value
         return key, value
 
     def _query_real(self, context: Context) -> Tensor:

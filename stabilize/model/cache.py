@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from stabilize.kernels import KEYS
 
 ROOM = 8
 """Tokens of each hypothesis for which there is room at first."""
@@ -27,7 +30,7 @@ class Cache:
         self.length = 0
         """Number of tokens of each hypothesis already decoded."""
         self.source: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
-        """Keys and values of the source, by layer and role: `[sentences, heads, source length, head width]`."""
+        """Keys and values of the source, by layer and role: `[sentences, heads, columns, head width]`."""
         self._target: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         """Those of target tokens: `[sentences, heads, room, head width]`, of which the first columns are written."""
         self._own: Tensor | None = None
@@ -56,7 +59,12 @@ class Cache:
         mask = torch.cat([self._own.repeat_interleave(length, 1), new.expand(sentences, -1, -1)], -1)
         self._own = mask[:, length - 1 :: length]
         self.length += length
-        return mask[:, None]
+        return self.filled(mask, -1)[:, None]
+
+    @staticmethod
+    def filled(x: Tensor, dimension: int) -> Tensor:
+        """`x` with zeros, or false, up to a multiple of `KEYS` along a dimension, counted from the last, -1."""
+        return F.pad(x, (0, 0) * (-1 - dimension) + (0, -x.size(dimension) % KEYS))
 
     def append(self, branch: tuple[int, str], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values `[sentences, heads, places * length, head width]` into the newest columns.
@@ -66,13 +74,14 @@ class Cache:
         """
         assert self._own is not None
         columns = self._own.size(2)
+        seen = columns + -columns % KEYS
         if branch not in self._target:
             shape = (*key.shape[:2], self._room, key.size(3))
-            self._target[branch] = key.new_empty(shape), value.new_empty(shape)
+            self._target[branch] = key.new_zeros(shape), value.new_zeros(shape)
         buffers = self._target[branch]
         for buffer, new in zip(buffers, (key, value), strict=True):
             buffer[:, :, columns - new.size(2) : columns] = new
-        return buffers[0][:, :, :columns], buffers[1][:, :, :columns]
+        return buffers[0][:, :, :seen], buffers[1][:, :, :seen]
 
     def by_sentence(self, x: Tensor) -> Tensor:
         """`[rows, length, ...]` as `[sentences, places * length, ...]`; an empty place has what another one has."""
@@ -126,13 +135,14 @@ class Cache:
         count = int(used.sum(1).max()) if columns else 0
         order = used.byte().argsort(dim=1, descending=True, stable=True)[:, :count]
         self._own = own.gather(2, order[:, None].expand(-1, places, -1))
-        room, self._room = self._room, max(ROOM * places, 2 * (count + new))
+        room, least = self._room, max(ROOM * places, 2 * (count + new))
+        self._room = least + -least % KEYS
 
         def moved(buffer: Tensor) -> Tensor:
             heads, width = buffer.size(1), buffer.size(3)
             line = (sentences[:, None, None] * heads + torch.arange(heads, device=order.device)[:, None]) * room
             kept = buffer.view(-1, width).index_select(0, (line + order[:, None]).flatten())
-            grown = buffer.new_empty(len(sentences), heads, self._room, width)
+            grown = buffer.new_zeros(len(sentences), heads, self._room, width)
             grown[:, :, :count] = kept.view(len(sentences), heads, count, width)
             return grown
 

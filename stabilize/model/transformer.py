@@ -193,17 +193,14 @@ class EncoderDecoder(nn.Module):
 
         With a cache, `target` holds only the tokens that are new, of each of its rows, and the cache takes them in.
         """
-        start, length = (0 if cache is None else cache.length), target.size(1)
+        start, length, memory_mask = 0, target.size(1), memory.mask
         if cache is None:
             mask = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
         else:
+            start, memory_mask = cache.length, cache.filled(memory_mask, -1)
             mask = cache.extend(len(memory.states), length, target.device)
-        context = Context(target != PAD, mask, memory.states, memory.mask, cache)
+        context = Context(target != PAD, mask, memory.states, memory_mask, cache)
         return self.decoder(self.target_embedding(target, start), context)
-
-    def output_matrix(self) -> tuple[Tensor, Tensor | None]:
-        """W `[vocabulary, width]` and b `[vocabulary]` or none, which make logits of the decoder's output."""
-        return (self.target_embedding.matrix(), None) if self.output is None else self.output.matrix()
 
     def project(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of the decoder's output `[..., width]`."""
