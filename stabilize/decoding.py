@@ -95,7 +95,7 @@ class BeamSearch:
         sentence = torch.arange(len(source), device=source.device)  # [sentences], place in the batch
         limit = torch.tensor(limits, dtype=torch.float32, device=source.device)  # [sentences]
         unfinished = torch.full((len(source),), self.beam, device=source.device)  # [sentences], that may still finish
-        log_p = torch.zeros(len(source), 1, dtype=torch.float32, device=source.device)  # [sentences, places], -inf: none
+        log_p = torch.zeros_like(limit)[:, None]  # [sentences, places], -inf: none
         node = torch.full((len(source), 1), -1, device=source.device)  # [sentences, places], number in the tree
         last = torch.full((len(source), 1), BEGIN, device=source.device)  # [rows, 1], rows: hypotheses to go on with
         memory, cache, length = model.encode(source), Cache(), 0
@@ -119,7 +119,7 @@ class BeamSearch:
             log_p = log_p.where(~ended, -math.inf)
             can_win = self._score(log_p.amax(1), limit) > best.score[sentence, -1]
             log_p = log_p.where((can_win & (length < limit))[:, None], -math.inf)
-            if 4 * len(last) <= 3 * log_p.numel():
+            if 4 * len(last) <= 3 * log_p.numel():  # by hypotheses, which are counted; what stays is moved, not at once
                 kept = (log_p > -math.inf).any(1).nonzero().squeeze(1)
                 if 0 < 4 * len(kept) <= 3 * len(log_p):
                     memory = memory.select(kept)
@@ -202,13 +202,13 @@ class _Best:
             kept[sentence] = all_.gather(1, order)
 
     def hypotheses(self, tree: _Tree) -> list[list[Hypothesis]]:
-        paths = iter(tree.paths(self.node.flatten().tolist()))
-        found = zip(self.score.tolist(), self.finished.tolist(), strict=True)
-        return [
-            [
-                Hypothesis([token for token in path if token != END], score, not whole)
-                for place, (score, whole, path) in enumerate(zip(*of_one, paths))
-                if place == 0 or score > -math.inf
-            ]
-            for of_one in found
+        count = self.node.size(1)
+        paths = tree.paths(self.node.flatten().tolist())
+        found = [
+            Hypothesis([token for token in path if token != END], score, not finished)
+            for path, score, finished in zip(
+                paths, self.score.flatten().tolist(), self.finished.flatten().tolist(), strict=True
+            )
         ]
+        by_sentence = [found[first : first + count] for first in range(0, len(found), count)]
+        return [[best, *(other for other in others if other.score > -math.inf)] for best, *others in by_sentence]

@@ -34,7 +34,8 @@ def whole(cache: Cache, new: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
     written = cache.by_sentence(new)[:, None, :, None]
     tokens = cache.append((1, "tokens"), written, written)[0][:, 0, :, 0]  # [sentences, columns]
     sentence = torch.arange(len(mask))[:, None].expand(mask.shape[:2])
-    own = torch.stack([tokens[number][seen] for number, seen in zip(sentence.flatten(), mask.flatten(0, 1))])
+    places = zip(sentence.flatten().tolist(), mask.flatten(0, 1), strict=True)
+    own = torch.stack([tokens[number][seen] for number, seen in places])
     return cache.by_row(own[:, None])[:, 0], cache.by_row(sentence)[:, 0]
 
 

@@ -212,8 +212,8 @@ def device_of(name: str) -> torch.device:
 def precision_of(name: str, device: torch.device) -> Precision:
     """What converts weights and computes as `trainer.precision` does."""
     if name == "bf16-mixed":
-        return MixedPrecision(name, device.type)
-    return HalfPrecision(name) if name == "bf16-true" else Precision()
+        return MixedPrecision("bf16-mixed", device.type)
+    return HalfPrecision("bf16-true") if name == "bf16-true" else Precision()
 
 
 def translate(words: list[str]) -> int:
@@ -256,9 +256,10 @@ def translate(words: list[str]) -> int:
         raise UserError("checkpoint is last, but no run in runs has one")
 
     kernels.keep_freed_memory()
-    precision = precision_of(chosen.precision, device)
+    precision, task = precision_of(chosen.precision, device), load(path)
+    precision.convert_module(task)
     translator = Translator(
-        precision.convert_module(load(path)).to(device),
+        task.to(device),
         search,
         count=count,
         batch_tokens=chosen.batch_tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from stabilize.model.projection import Projection
@@ -60,18 +59,23 @@ class Attention(nn.Module):
     def _mask(self, context: Context) -> Tensor:
         return cast(Tensor, context.memory_mask) if self.crosses else context.mask
 
+    def _query_slot(self, name: str, x: Tensor, context: Context) -> Tensor:
+        """A slot of what stands like the queries: by sentence where there is a cache, see `Cache`."""
+        if name not in self.slots:
+            return x
+        return self._slot(name, x, context.real if context.cache is None else context.cache.by_sentence(context.real))
+
     def _query_key_value(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values are those of earlier tokens too where there is a cache, and queries then stand by sentence."""
-        cache, query_real = context.cache, self._query_real(context)
+        """Where there is a cache, keys and values of earlier tokens too, and all by sentence."""
+        cache = context.cache
+        projected = self.query(x) if self.crosses else self.query_value_key(x)
+        projected = projected if cache is None else cache.by_sentence(projected)
         if self.crosses:
-            projected = self.query(x)
-            (query,) = self._split(projected if cache is None else cache.by_sentence(projected), 1)
-            query = self._slot("query", query, query_real)
-            return query, *self._source_key_value(context)
-        projected = self.query_value_key(x)
-        query, value, key = self._split(projected if cache is None else cache.by_sentence(projected), 3)
+            (query,) = self._split(projected, 1)
+            return self._query_slot("query", query, context), *self._source_key_value(context)
+        query, value, key = self._split(projected, 3)
         query, key, value = (
-            self._slot(name, part, query_real) for name, part in (("query", query), ("key", key), ("value", value))
+            self._query_slot(name, part, context) for name, part in (("query", query), ("key", key), ("value", value))
         )
         return query, *((key, value) if cache is None else cache.append(self.place, key, value))
 
@@ -87,20 +91,17 @@ class Attention(nn.Module):
             context.cache.source[self.place] = key, value
         return key, value
 
-    def _query_real(self, context: Context) -> Tensor:
-        return context.real if context.cache is None else context.cache.by_sentence(context.real)
-
     def forward(self, x: Tensor, context: Context, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The branch's output `[batch, length, width]` and what is handed to the layer above."""
         query, key, value = self._query_key_value(x, context)
         dropout = self.dropout if self.training else 0.0
         mixed, carried = self.stabilizer(query, key, value, self._mask(context), dropout, carried)
-        mixed = self._slot("mixed", mixed, self._query_real(context)).transpose(1, 2).flatten(2)
+        mixed = self._query_slot("mixed", mixed, context).transpose(1, 2).flatten(2)
         return self.output(mixed if context.cache is None else context.cache.by_row(mixed)), carried
 
     def observe_logits(self, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """What diagnostics look at: the logits that these inputs give, before the mask, and where real queries may look
-        (broadcasts to the logits)."""
+        (broadcasts to the logits). There is no cache where they look."""
         x, context, carried = inputs
         query, key, _ = self._query_key_value(x, context)
-        return self.stabilizer.logits(query, key, carried), self._mask(context) & self._query_real(context)[:, None, :, None]
+        return self.stabilizer.logits(query, key, carried), self._mask(context) & context.real[:, None, :, None]

@@ -142,7 +142,8 @@ class Cache:
             heads, width = buffer.size(1), buffer.size(3)
             line = (sentences[:, None, None] * heads + torch.arange(heads, device=order.device)[:, None]) * room
             kept = buffer.view(-1, width).index_select(0, (line + order[:, None]).flatten())
-            grown = buffer.new_zeros(len(sentences), heads, self._room, width)
+            shape = torch.Size((len(sentences), heads, self._room, width))
+            grown = buffer if buffer.shape == shape else buffer.new_zeros(shape)
             grown[:, :, :count] = kept.view(len(sentences), heads, count, width)
             return grown
 

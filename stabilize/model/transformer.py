@@ -202,6 +202,10 @@ class EncoderDecoder(nn.Module):
         context = Context(target != PAD, mask, memory.states, memory_mask, cache)
         return self.decoder(self.target_embedding(target, start), context)
 
+    def output_matrix(self) -> tuple[Tensor, Tensor | None]:
+        """W `[vocabulary, width]` and b `[vocabulary]` or none, which make logits of the decoder's output."""
+        return (self.target_embedding.matrix(), None) if self.output is None else self.output.matrix()
+
     def project(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of the decoder's output `[..., width]`."""
         return kernels.linear(hidden, *self.output_matrix())

@@ -133,7 +133,9 @@ def plain_search(model: EncoderDecoder, line: list[int], beam: int) -> list[tupl
     return [found for part in (finished, cut) for found in sorted(part, key=lambda one: -one[1])]
 
 
-@pytest.mark.parametrize("name", sorted(STABILIZERS.keys() - {"no_residual"}))  # which hardly knows one prefix from another
+@pytest.mark.parametrize(
+    "name", sorted(STABILIZERS.keys() - {"no_residual"})
+)  # to which all prefixes are much the same
 @pytest.mark.parametrize("beam", [1, 4])
 @torch.no_grad()
 def test_beam_search_finds_what_a_search_without_cache_finds(name: str, beam: int) -> None:
