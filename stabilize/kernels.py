@@ -81,8 +81,11 @@ class _Arranged:
         if key not in self._weights:  # with the weight itself, so that its number is not given away
             arranged = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS)
             self._weights[key] = weight, arranged
-        y = product(_fill(x, dtype, 4), self._weights[key][1], None if bias is None else bias.detach().to(dtype))
-        return y[: x.numel() // x.size(-1)].view(*x.shape[:-1], len(weight))
+        rows = x.numel() // x.size(-1)
+        step = max(4, 2 ** (rows.bit_length() - 6))  # as `_fill`, for few shapes
+        filled = F.pad(x.reshape(rows, -1).to(dtype), (0, 0, 0, -rows % step))
+        y = product(filled, self._weights[key][1], None if bias is None else bias.detach().to(dtype))
+        return y[:rows].view(*x.shape[:-1], len(weight))
 
 
 _arranged: _Arranged | None = None
@@ -161,11 +164,10 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _fill(x, dtype) if dtype in HALF and _eager_on_cpu(x) else x.reshape(-1, x.size(-1)).to(dtype)
 
 
-def _fill(x: Tensor, dtype: torch.dtype, least: int = 32) -> Tensor:
-    """`[..., width]` as `[rows, width]`, with zeros behind: 32 numbers of rows between one and twice as many, multiples
-    of `least`."""
+def _fill(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[..., width]` as `[rows, width]`, with zeros behind: 32 numbers of rows between one and twice as many."""
     rows = x.numel() // x.size(-1)
-    step = max(least, 2 ** (rows.bit_length() - 6))
+    step = max(32, 2 ** (rows.bit_length() - 6))
     filled = torch.empty(rows + -rows % step, x.size(-1), dtype=dtype)
     filled[:rows].view(x.shape).copy_(x)
     filled[rows:].zero_()

@@ -108,7 +108,7 @@ class Cache:
         """
         assert self._own is not None
         self._own = self._own.gather(1, parent[..., None].expand(-1, -1, self._own.size(2)))
-        rows = living.flatten().nonzero().squeeze(1)  # the one wait for the device in a step
+        rows = living.flatten().nonzero().squeeze(1)  # in most steps the one wait for the device
         self._rows = self._filling = None
         if 0 < len(rows) < living.numel():
             count = living.flatten().cumsum(0).view_as(living)
@@ -118,7 +118,10 @@ class Cache:
         return rows
 
     def select(self, sentences: Tensor) -> None:
-        """Keep the sentences whose numbers are in `sentences`, in that order; a number may come twice."""
+        """Keep the sentences whose numbers are in `sentences`, in that order; a number may come twice.
+
+        Where places were empty, `branch` comes next, before anything is decoded.
+        """
         self.source = {
             branch: (key.index_select(0, sentences), value.index_select(0, sentences))
             for branch, (key, value) in self.source.items()
