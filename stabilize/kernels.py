@@ -81,9 +81,10 @@ class _Arranged:
         if key not in self._weights:  # with the weight itself, so that its number is not given away
             arranged = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS)
             self._weights[key] = weight, arranged
-        rows = x.numel() // x.size(-1)
-        step = max(4, 2 ** (rows.bit_length() - 6))  # as `_fill`, for few shapes
-        filled = F.pad(x.reshape(rows, -1).to(dtype), (0, 0, 0, -rows % step))
+        filled = x.reshape(-1, x.size(-1)).to(dtype)
+        rows = len(filled)
+        if more := -rows % max(4, 2 ** (rows.bit_length() - 6)):  # for few shapes, as in `_fill`
+            filled = F.pad(filled, (0, 0, 0, more))
         y = product(filled, self._weights[key][1], None if bias is None else bias.detach().to(dtype))
         return y[:rows].view(*x.shape[:-1], len(weight))
 
