@@ -3,7 +3,7 @@
 On a CPU, oneDNN writes machine code for every shape of a product in half precision, and keeps the last 1,024 of them.
 Batches of ever new sizes have more: training on Multi30k in bfloat16 then took twice the time and three times the
 memory. So `linear` fills rows up to few numbers, and the small products of attention, which have a shape of their own
-for each length, are made in float32, where nothing is compiled.
+for each length, are made in float32, by MKL, which compiles nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.random import SFC64
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -28,6 +31,8 @@ ROWS = 64
 KEYS = 16
 """A CPU's softmax takes so many numbers at once and what is left over one by one: over 15 keys attention takes twice as
 long as over 16."""
+LANES = 16
+"""Float32 numbers in the widest register of a CPU."""
 HUGE_PAGE = 2**21
 HEAP = 2**32
 """Bytes of addresses for which huge pages are asked."""
@@ -36,8 +41,8 @@ HEAP = 2**32
 def dropout(x: Tensor, rate: float) -> Tensor:
     """Zero a share `rate` of the entries and scale the rest by 1 / (1 - rate).
 
-    On a CPU torch draws one random number an element, serially; here one draw of 64 bits serves four elements, so the
-    rate is exact to 1/65536.
+    On a CPU torch draws one random number an element, serially, by a slow generator; here one draw of 64 bits serves
+    four elements, so the rate is exact to 1/65536, and torch's generator only seeds a faster one.
     """
     if rate == 0.0:
         return x
@@ -48,8 +53,8 @@ def dropout(x: Tensor, rate: float) -> Tensor:
 
 def _kept(x: Tensor, rate: float) -> Tensor:
     """What dropout multiplies the entries of `x` by: 0, or 1 / (1 - rate)."""
-    words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
-    draws = words.view(torch.int16)[: x.numel()].view(x.shape)
+    words = SFC64(int(torch.randint(2**63 - 1, ()))).random_raw((x.numel() + 3) // 4)
+    draws = torch.from_numpy(words.view(np.int16))[: x.numel()].view(x.shape)
     # Written as numbers at once: truth values would be read and converted in two more passes.
     kept = torch.ge(draws, round(rate * 65536) - 32768, out=torch.empty(x.shape, dtype=x.dtype))
     return kept.mul_(1 / (1 - rate))
@@ -62,7 +67,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     if _arranged is not None and isinstance(weight, nn.Parameter) and not torch.is_grad_enabled():
         return _arranged(x, weight, bias, dtype)
-    if not (dtype in HALF or _is_large(x, weight, dtype)):
+    # Decoding has ever new sizes, for which oneDNN compiles anew; in half precision nothing else is fast.
+    if not _is_for_onednn(x, weight, dtype) or not (torch.is_grad_enabled() or dtype in HALF):
         return F.linear(x, weight, bias)
     return cast(Tensor, _Linear.apply(x, weight, bias, dtype))
 
@@ -85,8 +91,9 @@ class _Arranged:
         rows = len(filled)
         if more := -rows % max(4, 2 ** (rows.bit_length() - 6)):  # for few shapes, as in `_fill`
             filled = F.pad(filled, (0, 0, 0, more))
-        y = product(filled, self._weights[key][1], None if bias is None else bias.detach().to(dtype))
-        return y[:rows].view(*x.shape[:-1], len(weight))
+        bias = None if bias is None else bias.detach().to(dtype)
+        y = torch.ops.mkldnn._linear_pointwise(filled, self._weights[key][1], bias, "none", [], "")
+        return cast(Tensor, y[:rows].view(*x.shape[:-1], len(weight)))
 
 
 _arranged: _Arranged | None = None
@@ -138,9 +145,13 @@ class _Linear(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b of matrices of one precision, which nothing is differentiated through."""
-    if x.device.type == "cpu" and len(x) and _has_onednn(x.dtype):
+    if x.device.type == "cpu" and len(x) and _is_for_onednn(x, weight, x.dtype) and _has_onednn(x.dtype):
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], ""))
     return F.linear(x, weight, bias)
+
+
+def _is_for_onednn(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
+    return dtype in HALF or (dtype == torch.float32 and x.numel() * len(weight) >= LARGE)
 
 
 @functools.cache
@@ -153,11 +164,6 @@ def _has_onednn(dtype: torch.dtype) -> bool:
         half = "bf16" if dtype == torch.bfloat16 else "fp16"
         return bool(getattr(library, f"_is_mkldnn_{half}_supported")())
     return dtype == torch.float32
-
-
-def _is_large(x: Tensor, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether training makes this product in float32 by oneDNN. Elsewhere sizes are ever new, which it compiles for."""
-    return dtype == torch.float32 and torch.is_grad_enabled() and x.numel() * len(weight) >= LARGE
 
 
 def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -225,43 +231,51 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
-        shape, scale = query.shape, query.size(-1) ** -0.5
-        q, k, v = (_matrices(x) for x in (query, key, value))
-        # The products are added to the mask; a number of this size swallows them.
-        barred = torch.zeros(mask.shape).masked_fill_(~mask, torch.finfo(torch.float32).min)
-        scores = barred.expand(*shape[:2], shape[2], key.size(2)).reshape(len(q), shape[2], key.size(2))
-        if scores.data_ptr() == barred.data_ptr():
-            scores = scores.clone()
-        p = scores.baddbmm_(q, k.mT, alpha=scale).softmax(-1)
+        (batch, heads, length), ctx.scale = query.shape[:3], query.size(-1) ** -0.5
+        seen = max(LANES, key.size(2) + -key.size(2) % (LANES // 2))  # softmax is slow where its rows fill no register
+        q, k, v = _matrices(query, length), _matrices(key, seen), _matrices(value, seen)
+        # The products are added to the mask: a number of this size swallows them. Behind the keys there is nothing.
+        barred = torch.full((*mask.shape[:-1], seen), -math.inf, dtype=torch.float32)
+        barred[..., : key.size(2)] = 0
+        barred[..., : key.size(2)].masked_fill_(~mask, torch.finfo(torch.float32).min)
+        scores = barred.new_empty(batch, heads, length, seen).copy_(barred).flatten(0, 1)
+        p = scores.baddbmm_(q, k.mT, alpha=ctx.scale).softmax(-1)
         kept = _kept(p, rate) if rate else None
         weights = p if kept is None else p * kept
+        if (blind := ~mask.any(-1, keepdim=True)).any():  # a query that may look nowhere learns nothing from where
+            p = p.unflatten(0, (batch, heads)).masked_fill(blind, 0).flatten(0, 1)
         ctx.save_for_backward(q, k, v, p, kept, weights)
-        ctx.shape, ctx.scale, ctx.dtype = shape, scale, query.dtype
-        return _heads(weights.bmm(v), shape, query.dtype)
+        ctx.shapes, ctx.dtype = (query.shape, key.shape), query.dtype
+        return _heads(weights.bmm(v), query.shape, query.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, p, kept, weights = ctx.saved_tensors
-        grad = _matrices(grad)
+        grad = _matrices(grad, grad.size(2))
         of_value, of_p = weights.mT.bmm(grad), grad.bmm(v.mT)
         if kept is not None:
             of_p *= kept
         of_scores = torch._softmax_backward_data(of_p, p, -1, torch.float32)
         of_query, of_key = of_scores.bmm(k).mul_(ctx.scale), of_scores.mT.bmm(q).mul_(ctx.scale)
-        return *(_heads(x, ctx.shape, ctx.dtype) for x in (of_query, of_key, of_value)), None, None
+        of_key, of_value = (_heads(x, ctx.shapes[1], ctx.dtype) for x in (of_key, of_value))
+        return _heads(of_query, ctx.shapes[0], ctx.dtype), of_key, of_value, None, None
 
 
-def _matrices(x: Tensor) -> Tensor:
-    """`[batch, heads, length, head width]` as `[batch * heads, length, head width]` in float32."""
-    return x.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
+def _matrices(x: Tensor, length: int) -> Tensor:
+    """`[batch, heads, any length, head width]` as `[batch * heads, length, head width]` in float32, zeros behind."""
+    batch, heads, own, width = x.shape
+    placed = torch.empty(batch, heads, length, width, dtype=torch.float32)
+    placed[:, :, :own] = x
+    placed[:, :, own:] = 0
+    return placed.flatten(0, 1)
 
 
 def _heads(x: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The way back, laid out as `[batch, length, heads, head width]`, as linear layers before and behind have it."""
-    batch, heads, _, width = shape
-    placed = torch.empty(batch, x.size(1), heads, width, dtype=dtype).transpose(1, 2)
-    return placed.copy_(x.unflatten(0, (batch, heads)))
+    """The way back to `shape`, laid out as `[batch, length, heads, head width]`, as linear layers around have it."""
+    batch, heads, length, width = shape
+    placed = torch.empty(batch, length, heads, width, dtype=dtype).transpose(1, 2)
+    return placed.copy_(x.unflatten(0, (batch, heads))[:, :, :length])
 
 
 def keep_freed_memory() -> None:

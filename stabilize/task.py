@@ -66,7 +66,7 @@ class TranslationTask(LightningModule):
         validation_scores: of the checks during training; an empty list: these translate nothing, which takes time.
         bleu_tokenizer: sacreBLEU's name of what splits words for BLEU: `13a`, `zh`, `intl`, `char`, ...
         samples: translations shown in the sample table.
-        compile_layers: run each layer through torch.compile, all layers sharing their graphs.
+        compile_layers: run each layer through torch.compile, all layers sharing their graphs; for GPUs.
         checkpoint_layers: keep only each layer's input for the backward pass, and compute the rest again.
         sizes: the model's shape, see `stabilize.model.Sizes`.
     """
@@ -293,6 +293,10 @@ class TranslationTask(LightningModule):
         return loss, nll, len(labels)
 
     def on_train_start(self) -> None:
+        if self.compile_layers and self.trainer.is_global_zero:
+            slower = "; on a CPU layers train faster as they are" if self.device.type == "cpu" else ""
+            told = "the first updates compile layers, which takes minutes; later runs find most of it in torch's cache"
+            print(told + slower, flush=True)
         if len(self._generators_before) == self.trainer.world_size:  # else other processes draw other numbers
             generators.restore(self._generators_before[self.global_rank])
         self._generators_before = []
