@@ -28,11 +28,9 @@ LARGE = 2**26
 processors, as fast on Intel's, and slower where products are small."""
 ROWS = 64
 """For products of about so many are weights arranged; for many more and for few it is the same order."""
-KEYS = 16
-"""A CPU's softmax takes so many numbers at once and what is left over one by one: over 15 keys attention takes twice as
-long as over 16."""
 LANES = 16
-"""Float32 numbers in the widest register of a CPU."""
+"""Float32 numbers in the widest register of a CPU. Softmax takes so many at once and what is left over one by one: over
+15 keys attention takes twice as long as over 16."""
 HUGE_PAGE = 2**21
 HEAP = 2**32
 """Bytes of addresses for which huge pages are asked."""

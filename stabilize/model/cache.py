@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stabilize.kernels import KEYS
+from stabilize.kernels import LANES
 
 ROOM = 8
 """Tokens of each hypothesis for which there is room at first."""
@@ -63,8 +63,8 @@ class Cache:
 
     @staticmethod
     def filled(x: Tensor, dimension: int) -> Tensor:
-        """`x` with zeros, or false, up to a multiple of `KEYS` along a dimension, counted from the last, -1."""
-        return F.pad(x, (0, 0) * (-1 - dimension) + (0, -x.size(dimension) % KEYS))
+        """`x` with zeros, or false, up to a multiple of `LANES` along a dimension, counted from the last, -1."""
+        return F.pad(x, (0, 0) * (-1 - dimension) + (0, -x.size(dimension) % LANES))
 
     def append(self, branch: tuple[int, str], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values `[sentences, heads, places * length, head width]` into the newest columns.
@@ -74,7 +74,7 @@ class Cache:
         """
         assert self._own is not None
         columns = self._own.size(2)
-        seen = columns + -columns % KEYS
+        seen = columns + -columns % LANES
         if branch not in self._target:
             shape = (*key.shape[:2], self._room, key.size(3))
             self._target[branch] = key.new_zeros(shape), value.new_zeros(shape)
@@ -139,7 +139,7 @@ class Cache:
         order = used.byte().argsort(dim=1, descending=True, stable=True)[:, :count]
         self._own = own.gather(2, order[:, None].expand(-1, places, -1))
         room, least = self._room, max(ROOM * places, 2 * (count + new))
-        self._room = least + -least % KEYS
+        self._room = least + -least % LANES
 
         def moved(buffer: Tensor) -> Tensor:
             heads, width = buffer.size(1), buffer.size(3)
