@@ -29,8 +29,7 @@ processors, as fast on Intel's, and slower where products are small."""
 ROWS = 64
 """For products of about so many are weights arranged; for many more and for few it is the same order."""
 LANES = 16
-"""Float32 numbers in the widest register of a CPU. Softmax takes so many at once and what is left over one by one: over
-15 keys attention takes twice as long as over 16."""
+"""Float32 numbers in the widest register of a CPU."""
 HUGE_PAGE = 2**21
 HEAP = 2**32
 """Bytes of addresses for which huge pages are asked."""
@@ -205,6 +204,15 @@ def _small_product(a: Tensor, b: Tensor) -> Tensor:
         return (a.float() @ b.float()).to(a.dtype)
 
 
+def filled_up(keys: int) -> int:
+    """To how many keys, of which nobody sees the last, so many are best filled up.
+
+    A CPU's softmax takes a register of them at once and what is left over one by one: attention over 15 keys takes
+    twice as long as over 16.
+    """
+    return max(LANES, keys + -keys % (LANES // 2))
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
     """Scaled dot-product attention `[batch, heads, length, head width]`: what `logits` and `mix` make.
 
@@ -230,7 +238,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
         (batch, heads, length), ctx.scale = query.shape[:3], query.size(-1) ** -0.5
-        seen = max(LANES, key.size(2) + -key.size(2) % (LANES // 2))  # softmax is slow where its rows fill no register
+        seen = filled_up(key.size(2))
         q, k, v = _matrices(query, length), _matrices(key, seen), _matrices(value, seen)
         # The products are added to the mask: a number of this size swallows them. Behind the keys there is nothing.
         barred = torch.full((*mask.shape[:-1], seen), -math.inf, dtype=torch.float32)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stabilize.kernels import LANES
+from stabilize.kernels import filled_up
 
 ROOM = 8
 """Tokens of each hypothesis for which there is room at first."""
@@ -20,7 +20,7 @@ class Cache:
     places * length, head width]`. Those of the source are made once. Those of a target token stand in a column of
     their own, written once, and stay there: the hypotheses are branches of a tree, and a mask says which columns are
     each one's own. So nothing moves when a beam is reordered. Columns that belong to no hypothesis any more make room
-    for new ones.
+    for new ones; the last ones nobody looks at, see `kernels.filled_up`.
 
     All else in the decoder works on **rows**, the hypotheses that are there, `[rows, length, width]`: sentence after
     sentence, place after place. Until `branch` says otherwise, a sentence has one place, and a row in it.
@@ -63,8 +63,9 @@ class Cache:
 
     @staticmethod
     def filled(x: Tensor, dimension: int) -> Tensor:
-        """`x` with zeros, or false, up to a multiple of `LANES` along a dimension, counted from the last, -1."""
-        return F.pad(x, (0, 0) * (-1 - dimension) + (0, -x.size(dimension) % LANES))
+        """`x` with zeros, or false, for columns that nobody looks at; its columns are counted from the last, -1."""
+        size = x.size(dimension)
+        return F.pad(x, (0, 0) * (-1 - dimension) + (0, filled_up(size) - size))
 
     def append(self, branch: tuple[int, str], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write keys and values `[sentences, heads, places * length, head width]` into the newest columns.
@@ -74,7 +75,7 @@ class Cache:
         """
         assert self._own is not None
         columns = self._own.size(2)
-        seen = columns + -columns % LANES
+        seen = filled_up(columns)
         if branch not in self._target:
             shape = (*key.shape[:2], self._room, key.size(3))
             self._target[branch] = key.new_zeros(shape), value.new_zeros(shape)
@@ -107,7 +108,8 @@ class Cache:
             The place of each row, counted over all sentences: `[rows]`.
         """
         assert self._own is not None
-        self._own = self._own.gather(1, parent[..., None].expand(-1, -1, self._own.size(2)))
+        if self._own.size(1) > 1 or parent.size(1) > 1:
+            self._own = self._own.gather(1, parent[..., None].expand(-1, -1, self._own.size(2)))
         rows = living.flatten().nonzero().squeeze(1)  # in most steps the one wait for the device
         self._rows = self._filling = None
         if 0 < len(rows) < living.numel():
@@ -138,8 +140,7 @@ class Cache:
         count = int(used.sum(1).max()) if columns else 0
         order = used.byte().argsort(dim=1, descending=True, stable=True)[:, :count]
         self._own = own.gather(2, order[:, None].expand(-1, places, -1))
-        room, least = self._room, max(ROOM * places, 2 * (count + new))
-        self._room = least + -least % LANES
+        room, self._room = self._room, filled_up(max(ROOM * places, 2 * (count + new)))
 
         def moved(buffer: Tensor) -> Tensor:
             heads, width = buffer.size(1), buffer.size(3)

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from stabilize.kernels import LANES
+from stabilize.kernels import filled_up
 from stabilize.model import Cache
 
 BRANCH = (1, "self_attention")
@@ -30,8 +30,7 @@ class Beam:
         written = self.cache.by_sentence(new)[:, None, :, None].float()
         key, value = self.cache.append(BRANCH, written, -written)
         assert key.equal(-value)
-        assert key.size(2) == mask.size(3)
-        assert not key.size(2) % LANES
+        assert key.size(2) == mask.size(3) == filled_up(key.size(2))
         for prefix, tokens in zip(of_row, new.tolist(), strict=True):
             prefix.extend(tokens)
         sentence = torch.arange(len(mask))[:, None].expand(mask.size(0), mask.size(2))
@@ -89,4 +88,4 @@ def test_columns_that_nobody_goes_on_from_are_given_to_others() -> None:
         widest = max(widest, cache.append(BRANCH, new, new)[0].size(2))
         cache.branch(torch.zeros(1, 4, dtype=torch.int64), torch.ones(1, 4, dtype=torch.bool))
     assert cache.length == 200
-    assert widest < 2 * 200 + 2 * LANES, "not four columns a step"
+    assert widest < 2 * 200 + 2 * 16, "not four columns a step"
