@@ -88,88 +88,127 @@ class BeamSearch:
         limits = [int(self.maximum_ratio * length) + self.maximum_extra for length in lengths]
         if model.longest is not None:
             limits = [min(limit, model.longest) for limit in limits]
-        best = _Best(len(source), count, max(limits), source.device)
+        best, tree = _Best(len(source), count, source.device), _Tree()
 
-        # All below is about the sentences still open, fewer and fewer; the beam grows from one begin mark to its width.
-        sentence = torch.arange(len(source), device=source.device)  # [open], place in the batch
-        limit = torch.tensor(limits, dtype=torch.float32, device=source.device)  # [open]
-        unfinished = torch.full((len(source),), self.beam, device=source.device)  # [open], hypotheses that may finish
-        tokens = torch.full((len(source), 1, 1), BEGIN, device=source.device)  # [open, beam, length + 1]
-        log_p = torch.zeros(len(source), 1, dtype=torch.float32, device=source.device)  # [open, beam], -inf: none
-        memory, cache, length = model.encode(source), Cache(), 0  # rows: open * beam
+        # Sentences still open, and some others until it pays to leave them out. Each has the same number of places for
+        # hypotheses, one with the begin mark at first, then as many as the beam is wide.
+        sentence = torch.arange(len(source), device=source.device)  # [sentences], place in the batch
+        limit = torch.tensor(limits, dtype=torch.float32, device=source.device)  # [sentences]
+        unfinished = torch.full((len(source),), self.beam, device=source.device)  # [sentences], that may still finish
+        log_p = torch.zeros_like(limit)[:, None]  # [sentences, places], -inf: none
+        node = torch.full((len(source), 1), -1, device=source.device)  # [sentences, places], number in the tree
+        last = torch.full((len(source), 1), BEGIN, device=source.device)  # [rows, 1], rows: hypotheses to go on with
+        memory, cache, length = model.encode(source), Cache(), 0
 
-        while len(sentence):
+        while len(last):
             length += 1
-            hidden = model.decode(tokens[..., -1].reshape(-1, 1), memory, cache)
-            step = self._log_probabilities(model.project(hidden[:, -1]), length).unflatten(0, log_p.shape)
-            log_p, choice = (log_p[..., None] + step).flatten(1).topk(min(self.beam, step[0].numel()))
-            parent, token = choice // step.size(-1), choice % step.size(-1)
-            tokens = torch.cat([tokens.gather(1, parent[..., None].expand(-1, -1, length)), token[..., None]], -1)
+            hidden = model.decode(last, memory, cache)
+            step, token = map(cache.by_sentence, self._continuations(model.project(hidden[:, -1]), length))
+            continued = (log_p[..., None] + step.view(*log_p.shape, -1)).flatten(1)
+            log_p, choice = continued.topk(min(self.beam, continued.size(1)))
+            parent, token = choice // (continued.size(1) // node.size(1)), token.gather(1, choice)
+            node = tree.grow(node.gather(1, parent), token)
 
-            rank = torch.arange(log_p.size(1), device=source.device)
-            log_p = log_p.where(rank < unfinished[:, None], -math.inf)
+            place = torch.arange(log_p.size(1), device=source.device)
+            log_p = log_p.where(place < unfinished[:, None], -math.inf)
             ended = (token == END) & (log_p > -math.inf)
             cut = (limit == length)[:, None] & (log_p > -math.inf) & ~ended
-            best.offer(sentence, tokens[..., 1:], self._score(log_p, length).where(ended | cut, -math.inf), ended)
+            best.offer(sentence, node, self._score(log_p, length).where(ended | cut, -math.inf), ended)
 
             unfinished = unfinished - ended.sum(1)
             log_p = log_p.where(~ended, -math.inf)
             can_win = self._score(log_p.amax(1), limit) > best.score[sentence, -1]
-            keep = (can_win & (length < limit)).nonzero().squeeze(1)  # the one wait for the device in a step
-
-            rows = (parent + torch.arange(len(parent), device=source.device)[:, None] * step.size(1))[keep].flatten()
-            regrouped = len(keep) < len(parent) or step.size(1) < parent.size(1)  # else rows stay with their sentence
-            if regrouped:
-                memory = memory.select(rows)
-            if regrouped or self.beam > 1:
-                cache.select(rows)
-            sentence, limit, unfinished, tokens, log_p = (x[keep] for x in (sentence, limit, unfinished, tokens, log_p))
-        return best.hypotheses()
+            log_p = log_p.where((can_win & (length < limit))[:, None], -math.inf)
+            if 4 * len(last) <= 3 * log_p.numel():  # by hypotheses, which are counted; what stays is moved, not at once
+                kept = (log_p > -math.inf).any(1).nonzero().squeeze(1)
+                if 0 < 4 * len(kept) <= 3 * len(log_p):
+                    memory = memory.select(kept)
+                    cache.select(kept)
+                    sentence, limit, unfinished, log_p, token, parent, node = (
+                        x[kept] for x in (sentence, limit, unfinished, log_p, token, parent, node)
+                    )
+            last = token.flatten()[cache.branch(parent, log_p > -math.inf)][:, None]
+        return best.hypotheses(tree)
 
     def _score(self, log_p: Tensor, length: int | Tensor) -> Tensor:
         """What hypotheses are compared by; under no log p smaller for a greater length."""
         return log_p / (length if self.normalization == "average" else (5 + length) / 6) ** self.length_penalty
 
-    def _log_probabilities(self, logits: Tensor, length: int) -> Tensor:
-        """Of the token that makes a hypothesis `length` long; -inf for what may not stand there."""
+    def _continuations(self, logits: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """log p of the most probable tokens that make a hypothesis `length` long, and these: `[rows, beam]`.
+
+        `logits` is `[rows, vocabulary]`. What may not stand there has -inf.
+        """
         log_p = logits.float().log_softmax(-1)
         log_p[:, PAD] = log_p[:, UNKNOWN] = log_p[:, BEGIN] = -math.inf
         if length < self.minimum_length:
             log_p[:, END] = -math.inf
-        return log_p
+        best, token = log_p.topk(min(self.beam, log_p.size(1)))
+        return best, token
+
+
+class _Tree:
+    """Every token that a hypothesis took in a step, with a number of its own, and the number of the one before it."""
+
+    def __init__(self) -> None:
+        self._before: list[Tensor] = []
+        self._token: list[Tensor] = []
+        self._size = 0
+
+    def grow(self, before: Tensor, token: Tensor) -> Tensor:
+        """The numbers of new tokens, each after the one with the number `before`, or first where that is -1.
+
+        All are of the same shape.
+        """
+        number = torch.arange(self._size, self._size + token.numel(), device=token.device).view_as(token)
+        self._size += token.numel()
+        self._before.append(before.flatten())
+        self._token.append(token.flatten())
+        return number
+
+    def paths(self, numbers: list[int]) -> list[list[int]]:
+        """The tokens up to each of these, from the first on."""
+        before, token = torch.cat(self._before).tolist(), torch.cat(self._token).tolist()
+
+        def path(number: int) -> list[int]:
+            found = []
+            while number >= 0:
+                found.append(token[number])
+                number = before[number]
+            return found[::-1]
+
+        return [path(number) for number in numbers]
 
 
 class _Best:
     """The best hypotheses found so far for each sentence of the batch, finished ones before all others; at first empty
     ones that come after any other."""
 
-    def __init__(self, sentences: int, count: int, length: int, device: torch.device) -> None:
-        self.ids = torch.full((sentences, count, length), PAD, device=device)
+    def __init__(self, sentences: int, count: int, device: torch.device) -> None:
+        self.node = torch.full((sentences, count), -1, device=device)
         self.score = torch.full((sentences, count), -math.inf, dtype=torch.float32, device=device)
         self.finished = torch.zeros(sentences, count, dtype=torch.bool, device=device)
 
-    def offer(self, sentence: Tensor, ids: Tensor, score: Tensor, finished: Tensor) -> None:
-        """Take in `ids` [open, beam, length] where they are among the best; `score`, `finished` [open, beam].
-
-        A score of -inf is none. Nothing shorter is ever offered later, so that no old token stays behind.
-        """
-        count, length = self.score.size(1), ids.size(2)
+    def offer(self, sentence: Tensor, node: Tensor, score: Tensor, finished: Tensor) -> None:
+        """Take in the hypotheses that end at these numbers of the tree where they are among the best; a score of -inf
+        is none. `sentence` is `[sentences]`, the others `[sentences, places]`."""
         score = torch.cat([self.score[sentence], score], 1)
         finished = torch.cat([self.finished[sentence], finished], 1)
-        ids = torch.cat([self.ids[sentence, :, :length], ids], 1)
+        node = torch.cat([self.node[sentence], node], 1)
         by_score = score.argsort(dim=1, descending=True, stable=True)
         finished_first = finished.gather(1, by_score).byte().argsort(dim=1, descending=True, stable=True)
-        order = by_score.gather(1, finished_first)[:, :count]
-        self.ids[sentence, :, :length] = ids.take_along_dim(order[..., None], 1)
-        self.score[sentence], self.finished[sentence] = score.gather(1, order), finished.gather(1, order)
+        order = by_score.gather(1, finished_first)[:, : self.score.size(1)]
+        for kept, all_ in ((self.score, score), (self.finished, finished), (self.node, node)):
+            kept[sentence] = all_.gather(1, order)
 
-    def hypotheses(self) -> list[list[Hypothesis]]:
-        found = zip(self.ids.tolist(), self.score.tolist(), self.finished.tolist(), strict=True)
-        return [
-            [
-                Hypothesis([i for i in ids if i not in (PAD, END)], score, not whole)
-                for place, (ids, score, whole) in enumerate(zip(*of_one, strict=True))
-                if place == 0 or score > -math.inf
-            ]
-            for of_one in found
+    def hypotheses(self, tree: _Tree) -> list[list[Hypothesis]]:
+        count = self.node.size(1)
+        paths = tree.paths(self.node.flatten().tolist())
+        found = [
+            Hypothesis([token for token in path if token != END], score, not finished)
+            for path, score, finished in zip(
+                paths, self.score.flatten().tolist(), self.finished.flatten().tolist(), strict=True
+            )
         ]
+        by_sentence = [found[first : first + count] for first in range(0, len(found), count)]
+        return [[best, *(other for other in others if other.score > -math.inf)] for best, *others in by_sentence]

@@ -8,22 +8,26 @@ for each length, are made in float32, by MKL, which compiles nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.random import SFC64
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 HALF = (torch.bfloat16, torch.float16)
 LARGE = 2**26
 """Multiplications of a float32 product, from which on oneDNN makes it in training: by a fifth faster than MKL on AMD's
 processors, as fast on Intel's, and slower where products are small."""
+ROWS = 64
+"""For products of about so many are weights arranged; for many more and for few it is the same order."""
 LANES = 16
 """Float32 numbers in the widest register of a CPU."""
 HUGE_PAGE = 2**21
@@ -56,10 +60,55 @@ def _kept(x: Tensor, rate: float) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in the precision of `x` or that of autocast."""
     dtype = computed_in(x)
+    if not _eager_on_cpu(x):
+        return F.linear(x, weight, bias)
+    if _arranged is not None and isinstance(weight, nn.Parameter) and not torch.is_grad_enabled():
+        return _arranged(x, weight, bias, dtype)
     # Decoding has ever new sizes, for which oneDNN compiles anew; in half precision nothing else is fast.
-    if not _eager_on_cpu(x) or not _is_for_onednn(x, weight, dtype) or not (torch.is_grad_enabled() or dtype in HALF):
+    if not _is_for_onednn(x, weight, dtype) or not (torch.is_grad_enabled() or dtype in HALF):
         return F.linear(x, weight, bias)
     return cast(Tensor, _Linear.apply(x, weight, bias, dtype))
+
+
+class _Arranged:
+    """Weights in the order in which oneDNN multiplies them."""
+
+    def __init__(self) -> None:
+        self._weights: dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """x W^T + b."""
+        if not x.numel() or not _has_onednn(dtype):
+            return F.linear(x, weight, bias)
+        key = id(weight), dtype
+        if key not in self._weights:  # with the weight itself, so that its number is not given away
+            arranged = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS)
+            self._weights[key] = weight, arranged
+        filled = x.reshape(-1, x.size(-1)).to(dtype)
+        rows = len(filled)
+        if more := -rows % max(4, 2 ** (rows.bit_length() - 6)):  # for few shapes, as in `_fill`
+            filled = F.pad(filled, (0, 0, 0, more))
+        bias = None if bias is None else bias.detach().to(dtype)
+        y = torch.ops.mkldnn._linear_pointwise(filled, self._weights[key][1], bias, "none", [], "")
+        return cast(Tensor, y[:rows].view(*x.shape[:-1], len(weight)))
+
+
+_arranged: _Arranged | None = None
+
+
+@contextlib.contextmanager
+def constant_weights() -> Iterator[None]:
+    """While it lasts no weight may change, and what is computed without gradient may keep them in another order.
+
+    On a CPU oneDNN then need not arrange a weight anew in every product, which with the few rows of decoding takes up
+    to half of the time. To arrange it once takes some twenty times as long as a product with it does, and its memory.
+    """
+    global _arranged
+    outer, _arranged = _arranged, _Arranged()
+    try:
+        yield
+    finally:
+        _arranged = outer
 
 
 def computed_in(x: Tensor) -> torch.dtype:
@@ -155,6 +204,15 @@ def _small_product(a: Tensor, b: Tensor) -> Tensor:
         return (a.float() @ b.float()).to(a.dtype)
 
 
+def filled_up(keys: int) -> int:
+    """To how many keys, of which nobody sees the last, so many are best filled up.
+
+    A CPU's softmax takes a register of them at once and what is left over one by one: attention over 15 keys takes
+    twice as long as over 16.
+    """
+    return max(LANES, keys + -keys % (LANES // 2))
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
     """Scaled dot-product attention `[batch, heads, length, head width]`: what `logits` and `mix` make.
 
@@ -180,7 +238,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
         (batch, heads, length), ctx.scale = query.shape[:3], query.size(-1) ** -0.5
-        seen = max(LANES, key.size(2) + -key.size(2) % (LANES // 2))  # softmax is slow where its rows fill no register
+        seen = filled_up(key.size(2))
         q, k, v = _matrices(query, length), _matrices(key, seen), _matrices(value, seen)
         # The products are added to the mask: a number of this size swallows them. Behind the keys there is nothing.
         barred = torch.full((*mask.shape[:-1], seen), -math.inf, dtype=torch.float32)

@@ -27,12 +27,16 @@ Table = Callable[[tuple[int, ...], tuple[int, ...]], Sequence[float]]
 """Source tokens and target prefix, both without marks -> logits of the next token."""
 
 
-def all_tokens(cache: Cache, new: Tensor) -> Tensor:
-    """The hypotheses up to and with their new tokens, for models that keep nothing else in the cache."""
-    seen, _ = cache.entries.get((1, "tokens"), (new[:, :0], None))
-    tokens = torch.cat([seen, new], 1)
-    cache.entries[1, "tokens"] = tokens, tokens
-    return tokens
+def whole(cache: Cache, new: Tensor, memory: Memory) -> tuple[Tensor, Tensor]:
+    """The hypotheses `[rows, length]` up to and with their new tokens, for models that keep nothing else in the cache,
+    and the sentence of each."""
+    mask = cache.extend(len(memory.states), 1, new.device)[:, 0]  # [sentences, places, columns]
+    written = cache.by_sentence(new)[:, None, :, None]
+    tokens = cache.append((1, "tokens"), written, written)[0][:, 0, :, 0]  # [sentences, columns]
+    sentence = torch.arange(len(mask))[:, None].expand(mask.shape[:2])
+    places = zip(sentence.flatten().tolist(), mask.flatten(0, 1), strict=True)
+    own = torch.stack([tokens[number][seen] for number, seen in places])
+    return cache.by_row(own[:, None])[:, 0], cache.by_row(sentence)[:, 0]
 
 
 class TableModel:
@@ -46,8 +50,9 @@ class TableModel:
 
     def decode(self, target: Tensor, memory: Memory, cache: Cache) -> Tensor:
         self.steps += 1
-        assert target.shape == (len(memory.states), 1), "one new token for each row of the memory"
-        rows = zip(memory.states.tolist(), all_tokens(cache, target).tolist(), strict=True)
+        assert target.size(1) == 1, "one new token for each hypothesis"
+        prefixes, sentence = whole(cache, target, memory)
+        rows = zip(memory.states[sentence].tolist(), prefixes.tolist(), strict=True)
         logits = [self.table(tuple(t for t in source if t not in (PAD, END)), tuple(row[1:])) for source, row in rows]
         return torch.tensor(logits, dtype=self.dtype)[:, None]
 
@@ -349,7 +354,8 @@ class Uncached:
         self.model, self.encode, self.project, self.longest = model, model.encode, model.project, model.longest
 
     def decode(self, target: Tensor, memory: Memory, cache: Cache) -> Tensor:
-        return self.model.decode(all_tokens(cache, target), memory)
+        prefixes, sentence = whole(cache, target, memory)
+        return self.model.decode(prefixes, memory.select(sentence))
 
 
 @pytest.fixture

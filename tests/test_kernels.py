@@ -83,6 +83,42 @@ def test_linear_asks_for_no_gradient_that_nobody_wants() -> None:
     torch.testing.assert_close(weight.grad, x.sum(0).expand(24, 16), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(0, 16), (1, 16), (5, 7, 16), (300, 2, 16)])
+def test_weights_that_stay_may_be_arranged(
+    shape: tuple[int, ...], dtype: torch.dtype, autocast: torch.dtype | None
+) -> None:
+    x, weight, bias = torch.randn(shape, dtype=dtype), torch.randn(24, 16, dtype=dtype), torch.randn(24, dtype=dtype)
+    parameter = torch.nn.Parameter(weight)
+    with torch.no_grad(), torch.autocast("cpu", autocast, enabled=autocast is not None):
+        expected = [kernels.linear(x, weight, bias), kernels.linear(x, weight)]
+        with kernels.constant_weights():
+            for _ in range(2):
+                found = [kernels.linear(x, parameter, bias), kernels.linear(x, parameter)]
+                for mine, plain in zip(found, expected, strict=True):
+                    assert mine.dtype == plain.dtype
+                    tolerance = 0.02 if plain.dtype in kernels.HALF else 1e-4
+                    torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+
+
+def test_weights_are_not_arranged_where_they_may_change() -> None:
+    """With gradients, where they are computed anew each time, and from the end on."""
+    x, weight = torch.randn(8, 16), torch.nn.Parameter(torch.randn(24, 16))
+    with kernels.constant_weights():
+        kernels.linear(x, weight).sum().backward()
+        torch.testing.assert_close(weight.grad, x.sum(0).expand(24, 16))
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(kernels.linear(x, weight * 2), x @ weight.T * 2)
+            kernels.linear(x, weight)
+    with torch.no_grad():
+        weight.mul_(3.0)
+        torch.testing.assert_close(kernels.linear(x, weight), x @ weight.T)
+        with kernels.constant_weights():
+            torch.testing.assert_close(kernels.linear(x, weight), x @ weight.T)
+
+
 def test_products_in_half_precision_have_few_shapes() -> None:
     """32 numbers of rows in an octave, each at most a 32nd larger than asked for above 1,024."""
     seen = {rows: len(kernels._fill(torch.zeros(rows, 1), torch.bfloat16)) for rows in range(1, 4097)}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 
@@ -208,6 +209,13 @@ def device_of(name: str) -> torch.device:
         raise UserError(f"device is {name}, which is not there; cpu would do ({str(error).splitlines()[0]})") from error
 
 
+def precision_of(name: str, device: torch.device) -> Precision:
+    """What converts weights and computes as `trainer.precision` does."""
+    if name == "bf16-mixed":
+        return MixedPrecision("bf16-mixed", device.type)
+    return HalfPrecision("bf16-true") if name == "bf16-true" else Precision()
+
+
 def translate(words: list[str]) -> int:
     """Carry out `stabilize translate`."""
     parser = Parser("translate", ABOUT)
@@ -224,6 +232,12 @@ def translate(words: list[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{told} (default: %(default)s)")
     parser.add_argument(
         "--unescape", action="store_true", help="read &apos; and its like as characters, as data.unescape"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("32-true", "bf16-mixed", "bf16-true"),
+        default="32-true",
+        help="as trainer.precision; bf16-true takes least time and memory (default: %(default)s)",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: %(default)s)")
     chosen = parser.parse_args(words)
@@ -242,8 +256,10 @@ def translate(words: list[str]) -> int:
         raise UserError("checkpoint is last, but no run in runs has one")
 
     kernels.keep_freed_memory()
+    precision, task = precision_of(chosen.precision, device), load(path)
+    precision.convert_module(task)
     translator = Translator(
-        load(path).to(device),
+        task.to(device),
         search,
         count=count,
         batch_tokens=chosen.batch_tokens,
@@ -254,13 +270,14 @@ def translate(words: list[str]) -> int:
         say("type lines; Ctrl-D ends them")
     progress = Progress()
     try:
-        for lines in lines_of(sys.stdin.fileno(), chosen.read_ahead):
-            first = translator.lines
-            for number, found in enumerate(translator(lines), start=first):
-                output = written(number, found, many=chosen.n_best is not None, scores=chosen.scores)
-                sys.stdout.buffer.write(output.encode("utf-8"))
-            sys.stdout.buffer.flush()
-            progress.show(translator)
+        with precision.forward_context(), kernels.constant_weights():
+            for lines in lines_of(sys.stdin.fileno(), chosen.read_ahead):
+                first = translator.lines
+                for number, found in enumerate(translator(lines), start=first):
+                    output = written(number, found, many=chosen.n_best is not None, scores=chosen.scores)
+                    sys.stdout.buffer.write(output.encode("utf-8"))
+                sys.stdout.buffer.flush()
+                progress.show(translator)
     finally:
         progress.close(translator)
     return 0

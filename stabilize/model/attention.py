@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from stabilize.model.projection import Projection
@@ -60,36 +59,49 @@ class Attention(nn.Module):
     def _mask(self, context: Context) -> Tensor:
         return cast(Tensor, context.memory_mask) if self.crosses else context.mask
 
+    def _query_slot(self, name: str, x: Tensor, context: Context) -> Tensor:
+        """A slot of what stands like the queries: by sentence where there is a cache, see `Cache`."""
+        if name not in self.slots:
+            return x
+        return self._slot(name, x, context.real if context.cache is None else context.cache.by_sentence(context.real))
+
     def _query_key_value(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor]:
-        cached = context.cache.entries.get(self.place) if context.cache is not None else None
+        """Where there is a cache, keys and values of earlier tokens too, and all by sentence."""
+        cache = context.cache
+        projected = self.query(x) if self.crosses else self.query_value_key(x)
+        projected = projected if cache is None else cache.by_sentence(projected)
         if self.crosses:
-            (query,) = self._split(self.query(x), 1)
-            if cached is None:
-                value, key = self._split(self.value_key(context.memory), 2)
-        else:
-            query, value, key = self._split(self.query_value_key(x), 3)
-        query = self._slot("query", query, context.real)
-        if self.crosses and cached is not None:
-            return query, *cached
-        real = context.real if context.memory_mask is None or not self.crosses else context.memory_mask[:, 0, 0]
+            (query,) = self._split(projected, 1)
+            return self._query_slot("query", query, context), *self._source_key_value(context)
+        query, value, key = self._split(projected, 3)
+        query, key, value = (
+            self._query_slot(name, part, context) for name, part in (("query", query), ("key", key), ("value", value))
+        )
+        return query, *((key, value) if cache is None else cache.append(self.place, key, value))
+
+    def _source_key_value(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Of the encoder's output; a cache keeps them."""
+        if context.cache is not None and self.place in context.cache.source:
+            return context.cache.source[self.place]
+        value, key = self._split(self.value_key(context.memory), 2)
+        real = cast(Tensor, context.memory_mask)[:, 0, 0, : key.size(2)]
         key, value = self._slot("key", key, real), self._slot("value", value, real)
         if context.cache is not None:
-            if cached is not None:
-                key, value = (torch.cat(pair, dim=2) for pair in zip(cached, (key, value), strict=True))
-            context.cache.entries[self.place] = key, value
-        return query, key, value
+            key, value = (context.cache.filled(x.contiguous(), -2) for x in (key, value))
+            context.cache.source[self.place] = key, value
+        return key, value
 
     def forward(self, x: Tensor, context: Context, carried: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The branch's output `[batch, length, width]` and what is handed to the layer above."""
         query, key, value = self._query_key_value(x, context)
         dropout = self.dropout if self.training else 0.0
         mixed, carried = self.stabilizer(query, key, value, self._mask(context), dropout, carried)
-        mixed = self._slot("mixed", mixed, context.real)
-        return self.output(mixed.transpose(1, 2).flatten(2)), carried
+        mixed = self._query_slot("mixed", mixed, context).transpose(1, 2).flatten(2)
+        return self.output(mixed if context.cache is None else context.cache.by_row(mixed)), carried
 
     def observe_logits(self, inputs: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
         """What diagnostics look at: the logits that these inputs give, before the mask, and where real queries may look
-        (broadcasts to the logits)."""
+        (broadcasts to the logits). There is no cache where they look."""
         x, context, carried = inputs
         query, key, _ = self._query_key_value(x, context)
         return self.stabilizer.logits(query, key, carried), self._mask(context) & context.real[:, None, :, None]

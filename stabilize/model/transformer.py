@@ -191,15 +191,16 @@ class EncoderDecoder(nn.Module):
     def decode(self, target: Tensor, memory: Memory, cache: Cache | None = None) -> Tensor:
         """The decoder's output `[batch, length, width]` for `target` `[batch, length]`.
 
-        With a cache, `target` holds only the tokens that are new, and the cache takes them in.
+        With a cache, `target` holds only the tokens that are new, of each of its rows, and the cache takes them in.
         """
-        seen, length = (cache.length if cache is not None else 0), target.size(1)
-        mask = torch.ones(length, seen + length, dtype=torch.bool, device=target.device).tril(seen)
-        context = Context(target != PAD, mask, memory.states, memory.mask, cache)
-        hidden = self.decoder(self.target_embedding(target, seen), context)
-        if cache is not None:
-            cache.length += length
-        return hidden
+        start, length, memory_mask = 0, target.size(1), memory.mask
+        if cache is None:
+            mask = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+        else:
+            start, memory_mask = cache.length, cache.filled(memory_mask, -1)
+            mask = cache.extend(len(memory.states), length, target.device)
+        context = Context(target != PAD, mask, memory.states, memory_mask, cache)
+        return self.decoder(self.target_embedding(target, start), context)
 
     def output_matrix(self) -> tuple[Tensor, Tensor | None]:
         """W `[vocabulary, width]` and b `[vocabulary]` or none, which make logits of the decoder's output."""

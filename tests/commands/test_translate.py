@@ -85,6 +85,19 @@ def test_it_writes_what_predict_does(pipe: Pipe, checkpoint: Path, tmp_path: Pat
     assert "10 lines" in pipe.said
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_it_computes_in_the_precision_of_a_trainer(
+    pipe: Pipe, checkpoint: Path, tmp_path: Path, precision: str
+) -> None:
+    data = Sentences({"test": Pairs(ENGLISH, ["x"] * len(ENGLISH))})
+    task = TranslationTask.load_from_checkpoint(checkpoint, search=BeamSearch(beam=4))
+    small_trainer(tmp_path, precision=precision).predict(task, datamodule=data)
+    *expected, _ = (tmp_path / "translations" / "predict.txt").read_text(encoding="utf-8").split("\n")
+    scored = pipe(text(*ENGLISH), "--beam", "4", "--precision", precision, "--scores")
+    assert [line.split("\t")[1] for line in scored] == expected
+    assert scored != pipe(text(*ENGLISH), "--beam", "4", "--scores"), "float32 has other scores"
+
+
 def test_nothing_that_may_come_loses_a_line(pipe: Pipe) -> None:
     """A byte-order mark, CRLF, a lone CR, NUL, what is not UTF-8, U+2028, a very long line, no line feed at the end."""
     good = ENGLISH[1].encode()
@@ -150,6 +163,7 @@ def test_every_setting_of_the_search_counts(pipe: Pipe) -> None:
         (["--batch_tokens", "0"], "translate.batch_tokens is 0"),
         (["--maximum_source", "1"], "translate.maximum_source is 1; 2 is the least"),
         (["--device", "abacus"], "device is abacus"),
+        (["--precision", "8"], "translate: argument --precision: invalid choice: '8'"),
         (["--beem", "5"], "unrecognized arguments: --beem"),
         (["--checkpoint", "absent.ckpt"], "checkpoint is absent.ckpt, but there is no such file"),
         (["--checkpoint", "last"], "checkpoint is last, but no run in runs has one"),

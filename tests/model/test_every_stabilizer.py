@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from stabilize.decoding import BeamSearch
 from stabilize.model import Cache, EncoderDecoder, Layer, Sizes
 from stabilize.strategies import AXES, Part, Stabilizer
 from stabilize.strategies.menu import menu
+from stabilize.tokens import BEGIN, END
 from tests.models import (
     PAD,
     SOURCE,
@@ -102,6 +104,65 @@ def test_a_cache_follows_its_rows(name: str) -> None:
     cache.select(rows)
     found = model.decode(TARGET[rows, 2:], memory.select(rows), cache)
     assert_equal(found[REAL[rows, 2:]], model(SOURCE, TARGET)[rows, 2:][REAL[rows, 2:]])
+
+
+LINES = [[5, 6, 7, 8, 9, 10, END], [11, END], [12, 5, 13, END], [14, 15, 16, 17, END]]
+LIMIT = 8
+
+
+def plain_search(model: EncoderDecoder, line: list[int], beam: int) -> list[tuple[list[int], float]]:
+    """The beam search that `BeamSearch` describes, of one sentence, without cache, and always on to the limit: finished
+    hypotheses and then those that were cut, each with the mean of its log p."""
+    live: list[tuple[float, list[int]]] = [(0.0, [])]
+    finished: list[tuple[list[int], float]] = []
+    for length in range(1, LIMIT + 1):
+        source = torch.tensor([line]).expand(len(live), -1)
+        logits = model.project(model(source, torch.tensor([[BEGIN, *ids] for _, ids in live]))[:, -1])
+        log_p = logits.double().log_softmax(-1).tolist()
+        grown = [
+            (so_far + step[token], [*ids, token])
+            for (so_far, ids), step in zip(live, log_p, strict=True)
+            for token in range(END, VOCABULARY)
+        ]
+        grown = sorted(grown, reverse=True)[: beam - len(finished)]
+        finished += [(ids[:-1], p / length) for p, ids in grown if ids[-1] == END]
+        live = [(p, ids) for p, ids in grown if ids[-1] != END]
+        if not live:
+            break
+    cut = [(ids, p / LIMIT) for p, ids in live]
+    return [found for part in (finished, cut) for found in sorted(part, key=lambda one: -one[1])]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(STABILIZERS.keys() - {"no_residual"})
+)  # to which all prefixes are much the same
+@pytest.mark.parametrize("beam", [1, 4])
+@torch.no_grad()
+def test_beam_search_finds_what_a_search_without_cache_finds(name: str, beam: int) -> None:
+    model = disturbed(name)
+    disturb(model, 0.15)  # so that the prefix matters, and the order of two tokens does
+    model.target_embedding.weight[END] *= 3.0  # so that some hypotheses end, and leave the beam to others
+    source = torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in LINES], batch_first=True)
+    found = BeamSearch(beam=beam, maximum_ratio=0, maximum_extra=LIMIT).n_best(model, source, beam)
+    for several, line in zip(found, LINES, strict=True):
+        expected = plain_search(model, line, beam)
+        assert [one.ids for one in several] == [ids for ids, _ in expected]
+        assert [one.score for one in several] == pytest.approx([score for _, score in expected], rel=1e-5, abs=1e-4)
+
+
+@every_stabilizer
+@torch.no_grad()
+def test_beam_search_in_bfloat16_knows_the_score_of_what_it_finds(name: str) -> None:
+    """That of the whole sentence, forced; which is found depends on the rounding."""
+    model = disturbed(name, precision="bf16-mixed")
+    source = torch.nn.utils.rnn.pad_sequence([torch.tensor(line) for line in LINES], batch_first=True)
+    with autocast("bf16-mixed"):
+        found = BeamSearch(beam=4, maximum_ratio=0, maximum_extra=LIMIT)(model, source)
+        for one, line in zip(found, LINES, strict=True):
+            target = one.ids if one.truncated else [*one.ids, END]
+            hidden = model(torch.tensor([line]), torch.tensor([[BEGIN, *target[:-1]]]))
+            steps = model.project(hidden)[0].float().log_softmax(-1)[range(len(target)), target]
+            assert one.score == pytest.approx(steps.mean().item(), abs=TOLERANCE["bf16-mixed"])
 
 
 @every_start
