@@ -453,7 +453,9 @@ class TranslationTask(LightningModule):
         none = torch.zeros((), device=self.device)
         loss, nll, tokens = self.loss(batch) if len(batch.source) else (none, none, 0)  # see TokenBatches
         per_token = {f"{name}/loss": loss / max(tokens, 1), f"{name}/nll": nll / max(tokens, 1)}
-        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=tokens, sync_dist=True)
+        # Of what the ranks have, Lightning takes the mean in whole numbers.
+        weight = tokens * self.trainer.world_size
+        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=weight, sync_dist=True)
         if name != "val" or self._validation_translates:
             self._translate(batch, name, search)
 

@@ -1,0 +1,188 @@
+"""Whole runs of several processes, started as a user starts them, say what one process says: DDP and FSDP2 by
+Lightning's own launcher, by torchrun, and as two machines of a SLURM job."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.checkout import ROOT
+from tests.commands.test_continuing import JOB
+from tests.tasks import rows
+from tests.test_kills import newest
+
+pytestmark = pytest.mark.soak
+
+CONFIG = """
+seed_everything: 3
+model:
+  stabilizer:
+    placement: PreNorm
+    residual: ReZero
+    warmup: {class_path: Linear, init_args: {updates: 5, total: 40}}
+  encoder_layers: 2
+  decoder_layers: 3
+  width: 16
+  heads: 2
+  hidden: 32
+  dropout: 0.0
+  optimizer: {class_path: torch.optim.Adam, init_args: {lr: 0.01}}
+  clipping: {class_path: GlobalNorm, init_args: {value: 1.0}}
+  validation_search: {beam: 2, maximum_ratio: 0.5, maximum_extra: 4}
+  search: {beam: 2, maximum_ratio: 0.5, maximum_extra: 4}
+data:
+  class_path: SyntheticCorpus
+  init_args: {train_pairs: 144, validation_pairs: 9, test_pairs: 5, vocabulary: 100, batch_tokens: 96,
+              evaluation_batch_tokens: 40, baselines: false}
+trainer:
+  accelerator: cpu
+  max_steps: 12
+  accumulate_grad_batches: 2
+  val_check_interval: 8
+  check_val_every_n_epoch: null
+  log_every_n_steps: 1
+  num_sanity_val_steps: 0
+checkpoint: {every: 3, keep_last: 9, save_top_k: 2}
+gradient_ratio: {every: 2, activations: true, roles: true, figures: false}
+layer_similarity: {every: 2, figures: false}
+activation_scale: {every: 3, figures: false}
+update_ratio: {every: 3, figures: false}
+epsilon_audit: {every: 3, figures: false}
+attention_entropy: {every: 3, figures: false}
+spike_guard: {every: 1}
+test_after_fit: true
+"""
+"""An even number of batches an epoch, which two processes then deal out as one reads them."""
+
+TWO = ["--trainer.devices=2", "--trainer.accumulate_grad_batches=1", "--trainer.val_check_interval=4"]
+"""The updates and the checks of one process, by two."""
+CLOCKS = ("per_second", "epoch")
+
+
+def words(folder: Path, *added: str, verb: str = "fit") -> list[str]:
+    """The command of a run with `CONFIG` in a folder, and what is laid over it."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.yaml").write_text(CONFIG)
+    return ["-m", "stabilize", verb, "--config=run.yaml", *added]
+
+
+def trainer(name: str) -> list[str]:
+    """One of `configs/trainer`, on a CPU."""
+    return [f"--config={ROOT}/configs/trainer/{name}.yaml", "--trainer.accelerator=cpu", "--trainer.precision=32-true"]
+
+
+def start(command: Sequence[str], folder: Path, **more: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)} | more
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, **pipes)
+
+
+def ended(command: Sequence[str], folder: Path, code: int = 0) -> str:
+    """What a process says to its end."""
+    process = start(command, folder)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == code, said
+    return said
+
+
+def one(folder: Path, *added: str) -> None:
+    ended(words(folder, *added), folder)
+
+
+def two(strategy: str) -> Callable[..., None]:
+    def run(folder: Path, *added: str) -> None:
+        ended(words(folder, *trainer(strategy), *TWO, *added), folder)
+
+    return run
+
+
+def by_torchrun(folder: Path, *added: str) -> None:
+    ended(torchrun(words(folder, *trainer("ddp"), *TWO, *added)), folder)
+
+
+def torchrun(command: Sequence[str]) -> list[str]:
+    return ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", *command]
+
+
+def on_two_machines(folder: Path, *added: str) -> None:
+    """As `srun` starts the tasks of a job of two nodes."""
+    command = words(folder, *trainer("slurm"), *TWO, "--trainer.devices=1", *added)
+    job = JOB | {"SLURM_NTASKS": "2", "SLURM_NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    tasks = [start(command, folder, **job | {"SLURM_PROCID": n, "SLURM_NODEID": n}) for n in ("0", "1")]
+    said = [task.communicate(timeout=600)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], said
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+WAYS = {"ddp": two("ddp"), "fsdp": two("fsdp"), "torchrun": by_torchrun, "slurm": on_two_machines}
+
+
+def numbers(folder: Path) -> dict[tuple[str, float], float]:
+    """All that the last run in a folder has logged, by key and step."""
+    return {
+        (key, row["step"]): value
+        for row in rows(newest(folder))
+        for key, value in row.items()
+        if key != "step" and not key.endswith(CLOCKS)
+    }
+
+
+def state(folder: Path, name: str = "last") -> dict[str, Any]:
+    return torch.load(newest(folder) / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def assert_same_state(found: dict[str, Any], expected: dict[str, Any], atol: float = 1e-5) -> None:
+    """Weights and moments, whole, by the same names and numbers."""
+    for part in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(found[part], expected[part], rtol=1e-3, atol=atol)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The option that has all begin with the same weights: several processes draw others than one."""
+    folder = tmp_path_factory.mktemp("begun")
+    one(folder, "--trainer.max_steps=2", "--test_after_fit=false")
+    return f"--weights={newest(folder)}/checkpoints/last.ckpt"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, begun: str) -> Path:
+    """The folder of a run of one process."""
+    folder = tmp_path_factory.mktemp("one")
+    one(folder, begun)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory, begun: str) -> Path:
+    """The folder of a run whose weights two processes share."""
+    folder = tmp_path_factory.mktemp("sharded")
+    WAYS["fsdp"](folder, begun)
+    return folder
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_log_what_one_logs(way: str, whole: Path, begun: str, tmp_path: Path) -> None:
+    WAYS[way](tmp_path, begun)
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+    found, expected = numbers(tmp_path), numbers(whole)
+    assert found.keys() == expected.keys()
+    kinds = {key.partition("/")[0] for key, _ in expected}
+    assert kinds >= {"train", "val", "test", "gradient_ratio", "activation_gradient_ratio", "layer_similarity"}
+    assert kinds >= {"update_ratio", "activation_rms", "epsilon_audit", "attention_entropy", "stability"}
+    for key, value in expected.items():
+        assert found[key] == pytest.approx(value, rel=2e-3, abs=1e-5), key
+    assert_same_state(state(tmp_path), state(whole))
