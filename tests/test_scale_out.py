@@ -186,3 +186,113 @@ def test_two_processes_log_what_one_logs(way: str, whole: Path, begun: str, tmp_
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=2e-3, abs=1e-5), key
     assert_same_state(state(tmp_path), state(whole))
+
+
+def test_a_sharded_run_leaves_files_that_every_verb_reads(whole: Path, sharded: Path, tmp_path: Path) -> None:
+    """One file with whole weights; what one process makes of it is what two make of it."""
+    run = newest(sharded)
+    last = run / "checkpoints" / "last.ckpt"
+    assert last.is_file()
+    assert state(sharded)["state_dict"].keys() == state(whole)["state_dict"].keys()
+    config = [f"--config={run}/config.yaml", "--trainer.default_root_dir=runs"]
+    plain = ["--trainer.strategy=auto", "--trainer.devices=1"]
+    for folder, options in ((tmp_path / "one", plain), (tmp_path / "two", [])):
+        ended(words(folder, *config, *options, f"--ckpt_path={last}", verb="predict"), folder)
+    one, two = ((newest(tmp_path / name) / "translations" / "predict.txt").read_text() for name in ("one", "two"))
+    assert one == two
+    assert len(one.splitlines()) == 5
+    source = "\n".join(["the dog sees the cat"] * 2)
+    said = subprocess.run(
+        [sys.executable, "-m", "stabilize", "translate", f"--checkpoint={last}", "--beam=2"],
+        input=source, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert len(said.stdout.splitlines()) == 2
+    ended(["-m", "stabilize", "average", str(run), "--last=3", "--output=average.ckpt"], tmp_path)
+    folder = tmp_path / "tested"
+    ended(words(folder, *config, *TWO[:1], f"--ckpt_path={tmp_path}/average.ckpt", verb="test"), folder)
+    assert (newest(folder) / "translations" / "test.json").is_file()
+
+
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "fsdp"), ("fsdp", "one"), ("one", "fsdp"), ("ddp", "fsdp")])
+def test_a_run_goes_on_with_other_shares(
+    before: str, after: str, begun: str, whole: Path, sharded: Path, tmp_path: Path
+) -> None:
+    """From the middle of an update too, that a validation has cut in two; to the bit where all is as before."""
+    ways = WAYS | {"one": one}
+    folder = {"one": whole, "fsdp": sharded}.get(before)
+    if folder is None:
+        folder = tmp_path / "before"
+        ways[before](folder, begun)
+    (tmp_path / "after").mkdir()
+    saved = newest(folder) / "checkpoints" / "last-2.ckpt"
+    assert torch.load(saved, weights_only=True)["global_step"] == 8
+    ways[after](tmp_path / "after", f"--ckpt_path={saved}")
+    found = state(tmp_path / "after")
+    assert found["global_step"] == 12
+    assert_same_state(found, state(whole))
+    if before == after:
+        assert all(found["state_dict"][name].equal(weight) for name, weight in state(sharded)["state_dict"].items())
+
+
+def test_shards_of_an_update_that_a_validation_has_cut_in_two(begun: str, tmp_path: Path) -> None:
+    """Two batches an update of each process, and a validation after every third."""
+    cut = ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=3", "--trainer.max_steps=5"]
+    cut += ["--checkpoint.every=0", "--test_after_fit=false"]
+    WAYS["fsdp"](tmp_path / "whole", begun, *cut)
+    states = [state(tmp_path / "whole", name) for name in ("last", "last-1", "last-2", "last-3")]
+    (middle,) = [place for place, saved in enumerate(states) if saved["window"] is not None]
+    assert all(gradient is not None for gradient in states[middle]["window"]["gradients"])
+    saved = newest(tmp_path / "whole") / "checkpoints" / (f"last-{middle}.ckpt" if middle else "last.ckpt")
+    WAYS["fsdp"](tmp_path / "shards", f"--ckpt_path={saved}", *cut)
+    expected = states[0]["state_dict"]
+    found = state(tmp_path / "shards")["state_dict"]
+    assert all(found[name].equal(weight) for name, weight in expected.items())
+    ended(words(tmp_path / "ddp", *trainer("ddp"), *TWO, f"--ckpt_path={saved}", *cut), tmp_path / "ddp")
+    torch.testing.assert_close(state(tmp_path / "ddp")["state_dict"], expected, rtol=1e-3, atol=1e-5)
+
+
+REFUSED = {
+    "DLCL": (["--model.stabilizer.residual=DLCL"], "DLCL has weights between layers, which trainer.strategy Fully"),
+    "plain": (
+        ['--trainer.strategy={"class_path": "lightning.pytorch.strategies.ModelParallelStrategy"}'],
+        "trainer.strategy is ModelParallelStrategy, whose checkpoints are no files; stabilize.sharding.FullySharded",
+    ),
+    "rollback": (["--spike_guard.policy=rollback"], "policy: rollback keeps whole copies of the weights"),
+    "average": (["--trainer.callbacks+=WeightAverage"], "WeightAverage needs all weights in every process"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_shared_out_is_refused(what: str, tmp_path: Path) -> None:
+    options, sentence = REFUSED[what]
+    said = ended(words(tmp_path, *trainer("fsdp"), *TWO, *options), tmp_path, code=2)
+    assert f"error: {sentence}" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("options", [["--trainer.precision=bf16-mixed"], ["--model.compile_layers=true"]], ids=str)
+def test_shards_in_other_ways_of_computing(options: list[str], begun: str, tmp_path: Path) -> None:
+    """With layers that are computed again in the backward pass."""
+    options = [*options, "--model.checkpoint_layers=true", "--trainer.max_steps=4", "--test_after_fit=false"]
+    losses = []
+    for way in (one, WAYS["fsdp"]):
+        folder = tmp_path / str(len(losses))
+        way(folder, begun, *options)
+        losses.append({key: value for key, value in numbers(folder).items() if key[0] == "train/loss"})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2 if "bf16" in options[0] else 1e-4)
+
+
+def test_statistics_of_batches_are_the_first_processes_whoever_has_the_weights(begun: str, tmp_path: Path) -> None:
+    options = ["--model.stabilizer.norm=MaskedBatchNorm", "--model.stabilizer.residual=Sum", "--test_after_fit=false"]
+    for strategy in ("ddp", "fsdp"):
+        WAYS[strategy](tmp_path / strategy, *options)
+    ddp, fsdp = (state(tmp_path / name)["state_dict"] for name in ("ddp", "fsdp"))
+    torch.testing.assert_close(fsdp, ddp, rtol=1e-4, atol=1e-5)
+    assert any("running_mean" in name and weight.any() for name, weight in fsdp.items())
+
+
+def test_a_mistake_ends_torchrun_with_a_sentence(tmp_path: Path) -> None:
+    said = ended(torchrun(words(tmp_path, *trainer("ddp"), *TWO, "--model.width=15")), tmp_path, code=1)
+    assert "error: model.width is 15, which model.heads, 2, does not divide" in said
+    assert not list(tmp_path.glob("runs/*"))
