@@ -237,7 +237,7 @@ def test_a_run_goes_on_with_other_shares(
 
 def test_shards_of_an_update_that_a_validation_has_cut_in_two(begun: str, tmp_path: Path) -> None:
     """Two batches an update of each process, and a validation after every third."""
-    cut = ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=3", "--trainer.max_steps=5"]
+    cut = ["--trainer.accumulate_grad_batches=2", "--trainer.val_check_interval=3", "--trainer.max_steps=4"]
     cut += ["--checkpoint.every=0", "--test_after_fit=false"]
     WAYS["fsdp"](tmp_path / "whole", begun, *cut)
     states = [state(tmp_path / "whole", name) for name in ("last", "last-1", "last-2", "last-3")]
