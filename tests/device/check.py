@@ -1,9 +1,9 @@
 """What a device computes, and how fast: python -m tests.device.check [--device cuda] [--quick] [--out FILE].
 
-One call, under five minutes on a GPU. Correctness is held against the CPU in float32; speed is that of a base-size model
-through Lightning's trainer, as `fit` has it. What a device cannot show is left out with a reason. Everything goes into a
-JSON file with date, device and versions, `tests/device/results/DEVICE.json` where no other is named; the exit code is 1
-where a check does not hold.
+One call, under five minutes on a GPU. Correctness is held against the CPU in float32; speed is that of a base-size
+model through Lightning's trainer, as `fit` has it. What a device cannot show is left out with a reason. Everything goes
+into a JSON file with date, device and versions, `tests/device/results/DEVICE.json` where no other is named; the exit
+code is 1 where a check does not hold.
 """
 
 from __future__ import annotations
