@@ -120,7 +120,7 @@ def share_out(model: EncoderDecoder, strategy: Strategy) -> None:
 def shard(model: EncoderDecoder, mesh: DeviceMesh) -> None:
     """Share the weights of each layer out over the processes of a mesh of one dimension, and those outside of layers.
 
-    Buffers are those of the first process before each forward in training, as with DDP.
+    Buffers are those of the first process in each forward in training, and from `gather` on, as with DDP.
 
     Raises:
         UserError: there are weights that cannot be shared out.
@@ -133,14 +133,13 @@ def shard(model: EncoderDecoder, mesh: DeviceMesh) -> None:
             raise _refusal(f"{layer.link.label} has weights between layers", "")
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    group = mesh.get_group()
+    model.register_forward_pre_hook(lambda module, _: _take_buffers(module) if module.training else None)
 
-    def same_buffers(module: nn.Module, _: Any) -> None:
-        buffers = [buffer.detach() for buffer in module.buffers()]
-        if module.training and buffers:
-            torch.distributed._broadcast_coalesced(group, buffers, BYTES_AT_ONCE, 0)
 
-    model.register_forward_pre_hook(same_buffers)
+def _take_buffers(module: nn.Module) -> None:
+    """Let all processes have the first one's buffers."""
+    if buffers := [buffer.detach() for buffer in module.buffers()]:
+        torch.distributed._broadcast_coalesced(torch.distributed.group.WORLD, buffers, BYTES_AT_ONCE, 0)
 
 
 def _refusal(what: str, would_do: str) -> UserError:
@@ -150,11 +149,16 @@ def _refusal(what: str, would_do: str) -> UserError:
 
 
 def gather(module: nn.Module) -> None:
-    """Let every process have all weights until `let_go`: a search ends in one of them sooner than in another."""
+    """Let every process have all weights until `let_go`: a search ends in one of them sooner than in another.
+
+    Does nothing, as `let_go`, to a module that is not sharded.
+    """
     with torch.inference_mode(False), torch.no_grad():  # else training would get tensors that know no gradient
         for part in _sharded(module):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
+            if isinstance(part, EncoderDecoder):
+                _take_buffers(part)
 
 
 def let_go(module: nn.Module) -> None:

@@ -273,6 +273,7 @@ def test_what_cannot_be_shared_out_is_refused(what: str, tmp_path: Path) -> None
 def test_shards_in_other_ways_of_computing(options: list[str], begun: str, tmp_path: Path) -> None:
     """With layers that are computed again in the backward pass."""
     options = [*options, "--model.checkpoint_layers=true", "--trainer.max_steps=4", "--test_after_fit=false"]
+    options += ["--trainer.num_sanity_val_steps=2"]  # a sharded model runs first without gradients
     losses = []
     for way in (one, WAYS["fsdp"]):
         folder = tmp_path / str(len(losses))
@@ -281,13 +282,19 @@ def test_shards_in_other_ways_of_computing(options: list[str], begun: str, tmp_p
     assert losses[1] == pytest.approx(losses[0], rel=1e-2 if "bf16" in options[0] else 1e-4)
 
 
-def test_statistics_of_batches_are_the_first_processes_whoever_has_the_weights(begun: str, tmp_path: Path) -> None:
+def test_statistics_of_batches_are_the_first_processes_whoever_has_the_weights(tmp_path: Path) -> None:
+    """In the checkpoint, and in what the other process evaluates."""
     options = ["--model.stabilizer.norm=MaskedBatchNorm", "--model.stabilizer.residual=Sum", "--test_after_fit=false"]
     for strategy in ("ddp", "fsdp"):
         WAYS[strategy](tmp_path / strategy, *options)
     ddp, fsdp = (state(tmp_path / name)["state_dict"] for name in ("ddp", "fsdp"))
-    torch.testing.assert_close(fsdp, ddp, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fsdp, ddp, rtol=1e-3, atol=1e-5)
     assert any("running_mean" in name and weight.any() for name, weight in fsdp.items())
+    ddp, fsdp = (
+        {key: value for key, value in numbers(tmp_path / name).items() if key[0] == "val/nll"}
+        for name in ("ddp", "fsdp")
+    )
+    assert fsdp == pytest.approx(ddp, rel=1e-4)
 
 
 def test_a_mistake_ends_torchrun_with_a_sentence(tmp_path: Path) -> None:
