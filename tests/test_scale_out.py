@@ -3,6 +3,7 @@ Lightning's own launcher, by torchrun, and as two machines of a SLURM job."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -13,9 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
+import torch.multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
 
+from stabilize import sharding, stats
+from stabilize.errors import UserError
 from tests.checkout import ROOT
 from tests.commands.test_continuing import JOB
+from tests.models import SOURCE, STABILIZERS, TARGET, disturb, model_of
 from tests.tasks import rows
 from tests.test_kills import newest
 
@@ -186,6 +193,46 @@ def test_two_processes_log_what_one_logs(way: str, whole: Path, begun: str, tmp_
     for key, value in expected.items():
         assert found[key] == pytest.approx(value, rel=2e-3, abs=1e-5), key
     assert_same_state(state(tmp_path), state(whole))
+
+
+def compare_gradients(rank: int, port: str, folder: Path) -> None:
+    """In each of two processes: where the gradients of a sharded model are not those of a whole one, by stabiliser."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ.update(address)
+    torch.distributed.init_process_group("gloo")
+    mesh, unlike = init_device_mesh("cpu", (2,)), {}
+    for name in STABILIZERS:
+        models = [model_of(name, dropout=0.2).train() for _ in range(2)]
+        for model in models:
+            torch.manual_seed(1)
+            disturb(model)
+        models[1].load_state_dict(models[0].state_dict())
+        try:
+            sharding.shard(models[1], mesh)
+        except UserError as error:
+            unlike[name] = str(error)
+            continue
+        for model in models:
+            for _ in range(2):  # the second time with weights that have been gathered before
+                model.zero_grad()
+                torch.manual_seed(2)
+                model.project(model(SOURCE, TARGET)).square().mean().backward()
+        found = {key: stats.whole(p.grad) for key, p in models[1].named_parameters() if p.grad is not None}
+        expected = {key: p.grad for key, p in models[0].named_parameters() if p.grad is not None}
+        try:
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+        except AssertionError as error:
+            unlike[name] = str(error)
+    (folder / f"unlike_{rank}.json").write_text(json.dumps(unlike))
+    torch.distributed.destroy_process_group()
+
+
+def test_gradients_of_shards_are_those_of_the_whole_for_every_stabilizer(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(compare_gradients, (free_port(), tmp_path), nprocs=2)
+    for rank in (0, 1):
+        unlike = json.loads((tmp_path / f"unlike_{rank}.json").read_text())
+        assert unlike.keys() == {"dlcl", "dlcl_post"}, unlike
+        assert all("has weights between layers" in refusal for refusal in unlike.values())
 
 
 def test_a_sharded_run_leaves_files_that_every_verb_reads(whole: Path, sharded: Path, tmp_path: Path) -> None:
