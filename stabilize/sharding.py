@@ -138,8 +138,10 @@ def shard(model: EncoderDecoder, mesh: DeviceMesh) -> None:
 
 def _take_buffers(module: nn.Module) -> None:
     """Let all processes have the first one's buffers."""
+    world = torch.distributed.group.WORLD
+    assert world is not None
     if buffers := [buffer.detach() for buffer in module.buffers()]:
-        torch.distributed._broadcast_coalesced(torch.distributed.group.WORLD, buffers, BYTES_AT_ONCE, 0)
+        torch.distributed._broadcast_coalesced(world, buffers, BYTES_AT_ONCE, 0)
 
 
 def _refusal(what: str, would_do: str) -> UserError:

@@ -25,6 +25,7 @@ from tests.commands.test_continuing import JOB
 from tests.models import SOURCE, STABILIZERS, TARGET, disturb, model_of
 from tests.tasks import rows
 from tests.test_kills import newest
+from tests.test_ranks import callback
 
 pytestmark = pytest.mark.soak
 
@@ -348,3 +349,11 @@ def test_a_mistake_ends_torchrun_with_a_sentence(tmp_path: Path) -> None:
     said = ended(torchrun(words(tmp_path, *trainer("ddp"), *TWO, "--model.width=15")), tmp_path, code=1)
     assert "error: model.width is 15, which model.heads, 2, does not divide" in said
     assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_signal_to_one_process_of_torchrun_ends_all_with_their_state(tmp_path: Path) -> None:
+    """torchrun itself has no other exit code than 1."""
+    cue = callback("SendSignal", name="SIGTERM", update=3, rank=1)
+    said = ended(torchrun(words(tmp_path, *trainer("ddp"), *TWO, *cue)), tmp_path, code=1)
+    assert said.count("ended after update 3; it goes on with --ckpt_path runs/") == 1
+    assert state(tmp_path)["global_step"] == 3
