@@ -24,14 +24,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Adam, AdamW, Optimizer
 
-from stabilize.callbacks import GradientRatio, LayerSimilarity
+from stabilize.callbacks import GradientRatio
 from stabilize.data.batch import Batch
 from stabilize.errors import UserError
 from stabilize.model.layer import compiled_run
 from stabilize.strategies import (
     B2T,
-    DeepNormInit,
-    DeepNormResidual,
     HyperConnections,
     InverseSqrt,
     Linear,
@@ -590,24 +588,3 @@ def test_a_checkpoint_can_be_saved_after_a_test_alone(tmp_path: Path) -> None:
     trainer.test(small_task(), datamodule=Sentences(), verbose=False)
     trainer.save_checkpoint(tmp_path / "tested.ckpt")
     assert torch.load(tmp_path / "tested.ckpt", weights_only=True)["optimizers"] == []
-
-
-DEEP = {
-    "pre_norm": Stabilizer(PreNorm(), warmup=NoWarmup()),
-    "deep_norm": Stabilizer(PostNorm(), DeepNormResidual(), initialization=DeepNormInit(), warmup=NoWarmup()),
-}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", DEEP)
-def test_a_hundred_layers_a_stack_train(name: str, tmp_path: Path) -> None:
-    """In bfloat16, with dropout, watched, each layer computed again in the backward pass."""
-    shape = {"encoder_layers": 100, "decoder_layers": 100, "width": 64, "heads": 4, "hidden": 256, "dropout": 0.1}
-    optimizer = functools.partial(Adam, lr=3e-4)
-    task = small_task(DEEP[name], optimizer=optimizer, checkpoint_layers=True, **shape)
-    monitors = GradientRatio(every=5, activations=True, figures=False), LayerSimilarity(every=5, figures=False)
-    trainer = small_trainer(tmp_path, *monitors, max_steps=20, precision="bf16-mixed")
-    fit(trainer, task, [BATCH] * 20)
-    losses = list(curve(tmp_path, "train/nll").values())
-    assert losses[-1] < 0.8 * losses[0]
-    assert 0.1 < monitors[0].latest["gradient_ratio/decoder/first_to_last"] < 10
