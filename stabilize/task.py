@@ -35,7 +35,7 @@ from stabilize.decoding import BeamSearch
 from stabilize.errors import UserError, at_least
 from stabilize.evaluation import Evaluated, Evaluation
 from stabilize.gradients import Gradients
-from stabilize.loss import smoothed_cross_entropy
+from stabilize.loss import projected_cross_entropy
 from stabilize.metrics import ScoreName, corpus_scores
 from stabilize.model import EncoderDecoder, Sizes
 from stabilize.precision import is_fused, unscale
@@ -67,7 +67,7 @@ class TranslationTask(LightningModule):
         validation_scores: of the checks during training; an empty list: these translate nothing, which takes time.
         bleu_tokenizer: sacreBLEU's name of what splits words for BLEU: `13a`, `zh`, `intl`, `char`, ...
         samples: translations shown in the sample table.
-        compile_layers: run each layer through torch.compile, all layers sharing their graphs.
+        compile_layers: run each layer through torch.compile, all layers sharing their graphs; for GPUs.
         checkpoint_layers: keep only each layer's input for the backward pass, and compute the rest again.
         sizes: the model's shape, see `stabilize.model.Sizes`.
     """
@@ -289,11 +289,16 @@ class TranslationTask(LightningModule):
         # An end token is read by none: cutting off the last column spares only the longest sentence from it.
         hidden = self.model(batch.source, batch.target[:, :-1].masked_fill(~real, PAD))
         labels = labels[real]
-        logits = self.model.project(hidden[real])
-        loss, nll = smoothed_cross_entropy(logits, labels, self.label_smoothing, self.z_loss)
+        loss, nll = projected_cross_entropy(
+            hidden[real], *self.model.output_matrix(), labels, self.label_smoothing, self.z_loss
+        )
         return loss, nll, len(labels)
 
     def on_train_start(self) -> None:
+        if self.compile_layers and self.trainer.is_global_zero:
+            slower = "; on a CPU layers train faster as they are" if self.device.type == "cpu" else ""
+            told = "the first updates compile layers, which takes minutes; later runs find most of it in torch's cache"
+            print(told + slower, flush=True)
         if len(self._generators_before) == self.trainer.world_size:  # else other processes draw other numbers
             generators.restore(self._generators_before[self.global_rank])
         self._generators_before = []

@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "precision": set(),
     "stats": set(),
     "findings": set(),
-    "loss": set(),
+    "loss": {"kernels"},
     "metrics": set(),
     "data": set(),
     "strategies": {"gradients", "stats", "kernels"},

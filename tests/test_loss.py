@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from stabilize.loss import smoothed_cross_entropy
+from stabilize.loss import projected_cross_entropy, smoothed_cross_entropy
 from tests.models import assert_equal
 from tests.tasks import sentence_batch, small_task
 
@@ -174,3 +177,72 @@ def test_it_is_the_same_however_many_rows_are_taken_at_once(z_loss: float, monke
     for other in found[1:]:
         assert other[2].equal(found[0][2])
         torch.testing.assert_close(other[:2], found[0][:2], rtol=1e-6, atol=0)
+
+
+# ---------------------------------------------------------------- with the projection
+
+
+def projected(tokens: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, W, b and labels at a vocabulary of 20."""
+    hidden, weight, bias = (torch.randn(size).to(dtype).requires_grad_() for size in ((tokens, 6), (20, 6), (20,)))
+    return hidden, weight, bias, torch.randint(20, (tokens,))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 50])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("entries", [20, 7 * 20, 2**20])
+def test_loss_of_a_projection_is_that_of_its_logits(
+    tokens: int, biased: bool, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stabilize.loss.LOGITS_AT_ONCE", {True: entries})
+    hidden, weight, bias, labels = projected(tokens)
+    leaves = [hidden, weight, bias] if biased else [hidden, weight]
+    plain = smoothed_cross_entropy(F.linear(*leaves), labels, 0.1, 1e-2)
+    found = projected_cross_entropy(hidden, weight, bias if biased else None, labels, 0.1, 1e-2)
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    assert not found[1].requires_grad
+    for mine, wanted in zip(*(torch.autograd.grad(3 * loss, leaves) for loss, _ in (found, plain)), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [True, False])
+def test_loss_of_a_projection_in_half_precision(dtype: torch.dtype, autocast: bool) -> None:
+    hidden, weight, bias, labels = projected(70, torch.float32 if autocast else dtype)
+    leaves, found = [hidden, weight, bias], []
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        loss, _ = projected_cross_entropy(hidden, weight, bias, labels, 0.1)
+    wanted, _ = smoothed_cross_entropy(F.linear(*exact), labels, 0.1)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), wanted.double(), rtol=1e-2, atol=0)
+    found = torch.autograd.grad(loss, leaves)
+    for mine, true in zip(found, torch.autograd.grad(wanted, exact), strict=True):
+        assert mine.dtype == hidden.dtype
+        torch.testing.assert_close(mine.double(), true, rtol=0, atol=0.02 * true.abs().max().item())
+
+
+def test_never_more_logits_are_there_than_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stabilize.loss.LOGITS_AT_ONCE", {True: 7 * 20})
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            made = function(*args, **(kwargs or {}))
+            largest = max(largest, made.numel() if isinstance(made, Tensor) else 0)
+            return made
+
+    hidden, weight, bias, labels = projected(50)
+    with Watch():
+        loss, _ = projected_cross_entropy(hidden, weight, bias, labels, 0.1)
+        loss.backward()
+    assert largest == hidden.numel() == 300 < 50 * 20
+
+
+def test_evaluation_asks_for_no_gradient() -> None:
+    hidden, weight, bias, labels = projected(9)
+    with torch.no_grad():
+        loss, nll = projected_cross_entropy(hidden, weight, bias, labels, 0.0)
+    assert not loss.requires_grad
+    assert loss == nll

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Adam, AdamW, Optimizer
 
+from stabilize import kernels
 from stabilize.callbacks import GradientRatio
 from stabilize.data.batch import Batch
 from stabilize.errors import UserError
@@ -61,6 +62,39 @@ def padded(batch: Batch, columns: int) -> Batch:
 def without_targets(batch: Batch) -> Batch:
     """The same sources, and nothing to predict."""
     return batch._replace(target=torch.full_like(batch.target, PAD))
+
+
+@pytest.mark.parametrize(("half", "tolerance"), [(False, 2e-5), (True, 4e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_makes_an_update_fast_changes_neither_loss_nor_gradients(
+    half: bool, tolerance: float, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against torch's own linear layer, attention and loss in float64, in the precision that training has."""
+    monkeypatch.setattr(kernels, "LARGE", 0)
+    monkeypatch.setattr("stabilize.loss.LOGITS_AT_ONCE", {True: 400})
+    task = small_task(tied=tied, label_smoothing=SMOOTHING)
+    plain = copy.deepcopy(task).double()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss, nll, _ = task.loss(BATCH)
+    loss.backward()
+
+    for name, own in {"linear": F.linear, "attend": torchs_attention}.items():
+        monkeypatch.setattr(kernels, name, own)
+    labels = BATCH.target[:, 1:]
+    logits = plain.model.project(plain.model(BATCH.source, BATCH.target[:, :-1].masked_fill(labels == PAD, PAD)))
+    exact = functools.partial(F.cross_entropy, logits.flatten(0, 1), labels.flatten(), ignore_index=PAD)
+    wanted = exact(reduction="sum", label_smoothing=SMOOTHING)
+    wanted.backward()
+
+    torch.testing.assert_close(loss.double(), wanted, rtol=tolerance, atol=0)
+    torch.testing.assert_close(nll.double(), exact(reduction="sum"), rtol=tolerance, atol=0)
+    scale = max(parameter.grad.abs().max().item() for parameter in plain.parameters())
+    for mine, true in zip(task.parameters(), plain.parameters(), strict=True):
+        assert_equal(mine.grad.double() / scale, true.grad / scale, tolerance)
+
+
+def torchs_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
 def per_token_gradients(task: TranslationTask, batch: Batch) -> dict[str, Tensor]:

@@ -55,7 +55,7 @@ class Attention(nn.Module):
 
     def _split(self, x: Tensor, groups: int) -> tuple[Tensor, ...]:
         """`[batch, length, groups * width]` as `groups` tensors `[batch, heads, length, head width]`."""
-        return x.unflatten(-1, (groups, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        return tuple(group.unflatten(-1, (self.heads, -1)).transpose(1, 2) for group in x.chunk(groups, dim=-1))
 
     def _mask(self, context: Context) -> Tensor:
         return cast(Tensor, context.memory_mask) if self.crosses else context.mask

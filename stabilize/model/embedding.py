@@ -76,10 +76,6 @@ class Embedding(nn.Module):
         x = F.embedding(tokens, self.matrix()) * self.scale + position.to(self.weight.dtype)
         return kernels.dropout(x, self.dropout) if self.training else x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """E h: `[..., width]` to `[..., vocabulary]`."""
-        return kernels.linear(hidden, self.matrix())
-
     def matrix(self) -> Tensor:
         """E in the form that it is computed with."""
         return cast(Tensor, self.form(self.weight))

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from stabilize import kernels
 from stabilize.errors import UserError
 from stabilize.model.cache import Cache
 from stabilize.model.embedding import Embedding, Positions
@@ -200,9 +201,13 @@ class EncoderDecoder(nn.Module):
             cache.length += length
         return hidden
 
+    def output_matrix(self) -> tuple[Tensor, Tensor | None]:
+        """W `[vocabulary, width]` and b `[vocabulary]` or none, which make logits of the decoder's output."""
+        return (self.target_embedding.matrix(), None) if self.output is None else self.output.matrix()
+
     def project(self, hidden: Tensor) -> Tensor:
         """Logits `[..., vocabulary]` of the decoder's output `[..., width]`."""
-        return self.target_embedding.logits(hidden) if self.output is None else self.output(hidden)
+        return kernels.linear(hidden, *self.output_matrix())
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         """The decoder's output `[batch, length, width]` for whole sentences."""

@@ -379,7 +379,9 @@ def test_a_run_comes_to_its_end(
     compiled_run.cache_clear()
     assert main(["fit", "--config=tiny.yaml", *VALIDATED, *PATHS[name]]) == 0, capsys.readouterr().err
     (run,) = runs(here)
-    assert capsys.readouterr().out.endswith(f"run folder: {run.relative_to(here)}\n")
+    told = capsys.readouterr().out
+    assert told.endswith(f"run folder: {run.relative_to(here)}\n")
+    assert ("on a CPU layers train faster as they are" in told) == (name == "compiled")
     assert (run / "checkpoints").exists() == (name not in ("no checkpoints", "barebones"))
     assert (run / "translations").exists() == (name != "no test")
 
