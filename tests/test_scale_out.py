@@ -202,6 +202,7 @@ def compare_gradients(rank: int, port: str, folder: Path) -> None:
     os.environ.update(address)
     torch.distributed.init_process_group("gloo")
     mesh, unlike = init_device_mesh("cpu", (2,)), {}
+    torch.manual_seed(1)  # both have the same weights
     for name in STABILIZERS:
         models = [model_of(name, dropout=0.2).train() for _ in range(2)]
         for model in models:
