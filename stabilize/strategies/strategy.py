@@ -119,7 +119,7 @@ class Part(Strategy, nn.Module):
     def build(self, site: Site, **needs: Any) -> None:
         """Make the parameters for `site`. `needs` depends on the axis; see its base class.
 
-        A number that is learnt is of shape `[1]`: without a dimension it could not be shared out over processes (FSDP2).
+        A number that is learnt is of shape `[1]`: without a dimension FSDP2 could not share it out.
         """
 
     def prepare(self, model: nn.Module, batch: Any) -> None:
