@@ -115,8 +115,8 @@ class TranslationTask(LightningModule):
         """What the last pass of each kind found."""
         self.saved_as: str | None = None
         """The checkpoint that has the weights as they are, where the trainer was given none."""
-        self.update_loss = 0.0
-        """Of the last update, per target token."""
+        self.update_loss = torch.zeros(())
+        """Of the last update, per target token, over all ranks."""
         self.gradients = Gradients([])
         """Of the update being made."""
         self._prepared = False
@@ -288,9 +288,10 @@ class TranslationTask(LightningModule):
         real = labels != PAD
         # An end token is read by none: cutting off the last column spares only the longest sentence from it.
         hidden = self.model(batch.source, batch.target[:, :-1].masked_fill(~real, PAD))
-        labels = labels[real]
+        places = real.flatten().nonzero().squeeze(1) if batch.real is None else batch.real
+        hidden, labels = hidden.flatten(0, 1).index_select(0, places), labels.flatten().index_select(0, places)
         loss, nll = projected_cross_entropy(
-            hidden[real], *self.model.output_matrix(), labels, self.label_smoothing, self.z_loss
+            hidden, *self.model.output_matrix(), labels, self.label_smoothing, self.z_loss
         )
         return loss, nll, len(labels)
 
@@ -343,13 +344,15 @@ class TranslationTask(LightningModule):
         """
         if self.trainer.fit_loop._should_accumulate():
             return
-        loss, tokens = self._over_ranks(self._tally.close(self.device)).tolist()
-        self.update_loss = loss / max(tokens, 1)
-        if tokens == 0:
+        ranks, mine = self.trainer.world_size, self._tally.window[1]
+        loss, tokens = self._over_ranks(self._tally.close(self.device)).unbind()
+        self.update_loss = loss / tokens.clamp_min(1)
+        if not mine and not tokens:  # who has some need not wait for the device to tell
             self.zero_grad()
             return
         # Where ranks share the work, DDP has averaged what was to be summed.
-        torch._foreach_mul_(self.gradients.here, LOSS_UNIT * self.trainer.world_size / tokens)
+        scale = LOSS_UNIT / mine if ranks == 1 else (LOSS_UNIT * ranks / tokens).float()
+        torch._foreach_mul_(self.gradients.here, scale)
         unscale(self.trainer, self.trainer.optimizers[0])
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -696,7 +699,7 @@ class _Tally:
         """Tokens since the last log."""
         self.before: tuple[Tensor, int] = (self.losses, 0)
         """Both without the last update."""
-        self.window: tuple[Tensor, int] = (torch.zeros((), dtype=torch.float64), 0)
+        self.window: tuple[Tensor | float, int] = (0.0, 0)
         """Loss and tokens of the update."""
         self.clock = time.monotonic()
 
@@ -707,22 +710,22 @@ class _Tally:
         losses = torch.stack([loss.double(), nll.double()])
         self.losses = self.losses.to(losses.device) + losses
         self.tokens += tokens
-        self.window = self.window[0].to(losses.device) + losses[0], self.window[1] + tokens
+        self.window = self.window[0] + losses[0], self.window[1] + tokens
 
     def close(self, device: torch.device) -> Tensor:
         """End the update; its loss and tokens `[2]`."""
-        gathered, self.window = self.gathered(device), (torch.zeros((), dtype=torch.float64), 0)
+        gathered, self.window = self.gathered(device), (0.0, 0)
         return gathered
 
     def gathered(self, device: torch.device) -> Tensor:
         """Loss and tokens `[2]` of an update that has not ended."""
         loss, tokens = self.window
-        return torch.stack([loss.to(device), torch.tensor(tokens, dtype=torch.float64, device=device)])
+        return torch.stack([torch.as_tensor(loss, dtype=torch.float64, device=device), _count(tokens, device)])
 
     def drop(self) -> None:
         """Forget the last update."""
         self.losses, self.tokens = self.before
-        self.window = (torch.zeros((), dtype=torch.float64), 0)
+        self.window = 0.0, 0
 
     def enter(self, gathered: Sequence[float], before: Sequence[float] | None) -> None:
         """Go on with an update that has loss and tokens already; `before` it there were those since the log."""
@@ -749,7 +752,7 @@ class _Tally:
     def restart(self) -> float:
         """Forget all batches; seconds since the last time."""
         self.losses, self.tokens = torch.zeros_like(self.losses), 0
-        self.window = (torch.zeros((), dtype=torch.float64), 0)
+        self.window = 0.0, 0
         before, self.clock = self.clock, time.monotonic()
         return self.clock - before
 
@@ -763,4 +766,9 @@ class _Tally:
 
 
 def _three(losses: Tensor, tokens: int, device: torch.device) -> Tensor:
-    return torch.cat([losses.to(device), torch.tensor([tokens], dtype=torch.float64, device=device)])
+    return torch.cat([losses.to(device), _count(tokens, device)[None]])
+
+
+def _count(tokens: int, device: torch.device) -> Tensor:
+    """A number on a device, which the host does not wait for."""
+    return torch.full((), tokens, dtype=torch.float64, device=device)

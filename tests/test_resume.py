@@ -72,7 +72,7 @@ class Seen(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
-        self.updates.append((self.lines, rates, pl_module.update_loss))
+        self.updates.append((self.lines, rates, float(pl_module.update_loss)))
         self.lines = []
 
 

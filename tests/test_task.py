@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Adam, AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stabilize import kernels
 from stabilize.callbacks import GradientRatio
@@ -95,6 +96,46 @@ def test_what_makes_an_update_fast_changes_neither_loss_nor_gradients(
 
 def torchs_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rate: float) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+
+class Waits(TorchDispatchMode):
+    """Refuses what makes the host wait for a device: numbers read from it, and sizes that depend on its numbers."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero), "it waits"
+        return function(*args, **(kwargs or {}))
+
+
+def test_an_update_that_logs_nothing_waits_for_no_device(tmp_path: Path) -> None:
+    """From the batch, which the loader makes on the host, to the true gradients; for norms see tests/test_stats.py."""
+
+    class Task(TranslationTask):
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            with Waits():
+                return super().training_step(batch, batch_idx)
+
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            with Waits():
+                super().backward(loss, *args, **kwargs)
+
+        def on_after_backward(self) -> None:
+            with Waits():
+                super().on_after_backward()
+
+    data = Sentences()
+    data.setup("fit")
+    trainer = small_trainer(tmp_path, max_epochs=2, log_every_n_steps=100)
+    trainer.fit(small_task(kind=Task, label_smoothing=SMOOTHING), data)
+    assert trainer.global_step > 1
+
+
+def test_the_loader_says_where_the_real_tokens_are() -> None:
+    data = Sentences()
+    data.setup("fit")
+    for batch in data.train_dataloader():
+        assert batch.real.equal((batch.target[:, 1:] != PAD).flatten().nonzero().squeeze(1))
+        found = [small_task().loss(given)[:2] for given in (batch, batch._replace(real=None))]
+        assert found[0] == found[1]
 
 
 def per_token_gradients(task: TranslationTask, batch: Batch) -> dict[str, Tensor]:

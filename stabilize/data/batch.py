@@ -16,6 +16,8 @@ class Batch(NamedTuple):
         index: line number of each pair in its split, counted from 0, [batch], int64.
         source_text: raw source lines in evaluation, empty in training.
         references: raw references of each row in evaluation, the first the one that `target` is; empty in training.
+        real: places of tokens and end tokens in `target[:, 1:].flatten()`, [tokens], int64; none: they are looked for
+            where they are needed, for which the host waits for a device.
     """
 
     source: Tensor
@@ -23,3 +25,4 @@ class Batch(NamedTuple):
     index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody misses
     source_text: tuple[str, ...] = ()
     references: tuple[tuple[str, ...], ...] = ()
+    real: Tensor | None = None

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from stabilize.data.batch import Batch
 from stabilize.data.flat import Sentences, Shared
 from stabilize.data.noise import Noise
-from stabilize.tokens import BEGIN
+from stabilize.tokens import BEGIN, PAD
 
 Row = Sequence[str]
 """A line, its translation, and perhaps further references."""
@@ -105,6 +105,7 @@ class TokenizedPairs(Shared, Dataset[Batch]):
             index=torch.from_numpy(lines),
             source_text=tuple(self._text.source[line] for line in lines) if self._text else (),
             references=tuple(map(self._text.references, lines)) if self._text else (),
+            real=(target != PAD).flatten().nonzero().squeeze(1),
         )
 
     @property

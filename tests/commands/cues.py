@@ -62,7 +62,8 @@ class Record(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         if trainer.is_global_zero:
             rates = [group["lr"].hex() for group in optimizer.param_groups]
-            self.write(update=trainer.global_step + 1, loss=pl_module.update_loss.hex(), rates=rates, lines=self.lines)
+            loss = float(pl_module.update_loss).hex()
+            self.write(update=trainer.global_step + 1, loss=loss, rates=rates, lines=self.lines)
         self.lines = []
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
