@@ -149,14 +149,14 @@ def batches(scale: Scale, count: int) -> list[Batch]:
         shape = (scale.sentences, length - 1)
         source, target = (torch.randint(4, scale.vocabulary, shape, generator=generator) for _ in range(2))
         begin, end = (torch.full((scale.sentences, 1), token) for token in (BEGIN, END))
-        made.append(
-            Batch(torch.cat([source, end], 1), torch.cat([begin, target, end], 1), torch.arange(scale.sentences))
-        )
+        real = torch.arange(scale.sentences * length)
+        sides = torch.cat([source, end], 1), torch.cat([begin, target, end], 1)
+        made.append(Batch(*sides, torch.arange(scale.sentences), real=real))
     return made
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
-    return batch._replace(source=batch.source.to(device), target=batch.target.to(device))
+    return Batch(*(part.to(device) if isinstance(part, Tensor) else part for part in batch))
 
 
 def gradients(task: TranslationTask, batch: Batch, device: torch.device, half: bool = False) -> tuple[float, Tensor]:
