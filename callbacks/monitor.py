@@ -27,7 +27,7 @@ class Monitor(pl.Callback):
     headlines: ClassVar[tuple[str, ...]] = ("/first_to_last", "/mean")
     """Endings of the keys that stand for a whole run."""
     reads_weights: ClassVar[bool] = False
-    """True where weights or their gradients are read: those of FSDP2 can be (`strategy: ModelParallelStrategy`)."""
+    """True where weights or their gradients are read: those of FSDP2 can be (`stabilize.sharding.FullySharded`)."""
 
     def __init__(self, every: int) -> None:
         if every < 0:
@@ -39,7 +39,7 @@ class Monitor(pl.Callback):
         if self.every and self.reads_weights and isinstance(trainer.strategy, FSDPStrategy | DeepSpeedStrategy):
             raise UserError(
                 f"{type(self).__name__}: {type(trainer.strategy).__name__} shards weights and gradients, whose norm "
-                "would be that of one shard; set every: 0, or use strategy: ddp"
+                "would be that of one shard; set every: 0, or use strategy: ddp or stabilize.sharding.FullySharded"
             )
 
     def summary(self) -> dict[str, float]:

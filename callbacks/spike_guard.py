@@ -253,7 +253,7 @@ class SpikeGuard(Monitor):
         gradients = Gradients.at(pl_module, optimizer)
         if gradients.there:  # else `training_step` returned None
             scale = gradient_scale(trainer, optimizer)
-            norm = stats.whole(gradients.norm).float() / scale
+            norm = gradients.norm / scale
             update = WatchedUpdate(
                 step_of(trainer) + 1,
                 torch.stack([torch.as_tensor(loss).to(norm), norm]),

@@ -43,6 +43,11 @@ class Gradients:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     @property
+    def here(self) -> list[Tensor]:
+        """All that are not none, of each the shard that this process has: to be changed in place."""
+        return [stats.local(gradient) for gradient in self.there]
+
+    @property
     def norms(self) -> Tensor:
         """L2 norm of each that is there, `[there]`, in float64 where the device has it."""
         self._measure()
@@ -56,7 +61,7 @@ class Gradients:
 
     @property
     def norm(self) -> Tensor:
-        """L2 norm of all together, a scalar."""
+        """L2 norm of all together, a scalar, over all shards, where every rank has to ask."""
         self._measure()
         return self._norm
 
@@ -67,4 +72,4 @@ class Gradients:
         if self._stand != stand:
             self._stand = stand
             self._norms = stats.norm_of_each(gradients) if gradients else torch.zeros(0)
-            self._norm = torch.linalg.vector_norm(self._norms).float()
+            self._norm = stats.whole(torch.linalg.vector_norm(self._norms)).float()

@@ -80,6 +80,11 @@ def whole(norm: Tensor) -> Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The shard of a tensor that this process has, in the tensor's own memory; all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def squared_norm(tensor: Tensor) -> Tensor:
     """``sum(x ** 2)``, a scalar: squares add over tensors, micro-batches and ranks where norms do not."""
     return torch.linalg.vector_norm(tensor, dtype=wide_dtype(tensor.device)).square()

@@ -20,11 +20,12 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from stabilize import generators
+from stabilize import generators, sharding, stats
 from stabilize.checkpoint import check_model, check_optimizer, settings, sha256
 from stabilize.data.batch import Batch
 from stabilize.data.cleaning import is_blank
@@ -135,11 +136,12 @@ class TranslationTask(LightningModule):
 
     def configure_model(self) -> None:
         """Build the model, now that vocabulary and precision are known."""
-        if hasattr(self, "model"):
-            return
-        if not hasattr(self, "tokenizer"):
-            self.tokenizer = self.trainer.datamodule.tokenizer
-        self._build(str(self.trainer.precision) if self._trainer is not None else "32-true")
+        if not hasattr(self, "model"):
+            if not hasattr(self, "tokenizer"):
+                self.tokenizer = self.trainer.datamodule.tokenizer
+            self._build(str(self.trainer.precision) if self._trainer is not None else "32-true")
+        if self._trainer is not None:
+            sharding.share_out(self.model, self.trainer.strategy)
 
     def _build(self, precision: str) -> None:
         self.precision = precision
@@ -350,7 +352,7 @@ class TranslationTask(LightningModule):
             return
         # Where ranks share the work, DDP has averaged what was to be summed.
         scale = LOSS_UNIT / mine if ranks == 1 else (LOSS_UNIT * ranks / tokens).float()
-        torch._foreach_mul_(self.gradients.there, scale)
+        torch._foreach_mul_(self.gradients.here, scale)
         unscale(self.trainer, self.trainer.optimizers[0])
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -385,7 +387,7 @@ class TranslationTask(LightningModule):
         if not self.gradients.there:
             self._log_none_of("gradient_norm/total_clipped")
         elif self._logs_this_update:
-            self.log("gradient_norm/total_clipped", get_total_norm(self.gradients.there))
+            self.log("gradient_norm/total_clipped", stats.whole(get_total_norm(self.gradients.there)))
 
     def optimizer_step(
         self,
@@ -430,6 +432,12 @@ class TranslationTask(LightningModule):
             torch.distributed.all_reduce(sums)
         return sums
 
+    def _sum_of_ranks(self, gradient: Tensor) -> Tensor:
+        """What the gradients of all ranks add up to; of shards there is the mean."""
+        if isinstance(gradient, DTensor):
+            return gradient.full_tensor() * self.trainer.world_size
+        return self._over_ranks(gradient.clone())
+
     def _of_ranks(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """What each rank has."""
         all_have = [mine] * self.trainer.world_size
@@ -453,7 +461,9 @@ class TranslationTask(LightningModule):
         none = torch.zeros((), device=self.device)
         loss, nll, tokens = self.loss(batch) if len(batch.source) else (none, none, 0)  # see TokenBatches
         per_token = {f"{name}/loss": loss / max(tokens, 1), f"{name}/nll": nll / max(tokens, 1)}
-        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=tokens, sync_dist=True)
+        # Of what the ranks have, Lightning takes the mean in whole numbers.
+        weight = tokens * self.trainer.world_size
+        self.log_dict(per_token, on_step=False, on_epoch=True, batch_size=weight, sync_dist=True)
         if name != "val" or self._validation_translates:
             self._translate(batch, name, search)
 
@@ -468,11 +478,19 @@ class TranslationTask(LightningModule):
 
     def on_validation_start(self) -> None:
         self._tally.pause()
+        sharding.gather(self)
+
+    def on_test_start(self) -> None:
+        sharding.gather(self)
+
+    def on_predict_start(self) -> None:
+        sharding.gather(self)
 
     def on_validation_end(self) -> None:
         self._tally.go_on()
 
     def on_validation_epoch_end(self) -> None:
+        sharding.let_go(self)
         if not self._validation_translates:
             return
         found = self._finish("val", "validation")
@@ -602,7 +620,7 @@ class TranslationTask(LightningModule):
 
     def _window(self) -> dict[str, Any]:
         """What an update has gathered that a validation has interrupted, of all ranks."""
-        gradients = [None if p.grad is None else self._over_ranks(p.grad.clone()) for p in self.parameters()]
+        gradients = [None if p.grad is None else self._sum_of_ranks(p.grad) for p in self.parameters()]
         # DDP hands every rank the first one's buffers.
         gathered = [None if buffer.grad is None else buffer.grad.clone() for buffer in self._gathering()]
         return {
@@ -619,7 +637,8 @@ class TranslationTask(LightningModule):
     def _enter(self, window: dict[str, Any]) -> None:
         """Go on in the middle of an update; ranks have equal shares of the gradients, of which DDP takes the mean."""
         for parameter, gradient in zip(self.parameters(), window["gradients"], strict=True):
-            parameter.grad = None if gradient is None else gradient.to(parameter) / self.trainer.world_size
+            mine = None if gradient is None else gradient / self.trainer.world_size
+            parameter.grad = None if mine is None else sharding.share(mine.to(parameter.device), parameter)
         for buffer, sums in zip(self._gathering(), window.get("gathered", []), strict=False):  # older: none
             buffer.grad = None if sums is None else sums.to(buffer)
         self._watch_gradients(self.trainer.optimizers[0])

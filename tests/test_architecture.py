@@ -41,8 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": set(),
     "task": {
         *("checkpoint", "data", "decoding", "evaluation", "generators", "gradients", "loss", "metrics", "model"),
-        *("precision", "strategies", "stats"),
+        *("precision", "sharding", "strategies", "stats"),
     },
+    "sharding": {"model", "stats"},
     "averaging": {"checkpoint"},
     "export": {"data", "model", "strategies", "task"},
 }

@@ -59,7 +59,7 @@ def train(folder: Path, processes: int, updates: int, start: Path | None = None)
     long = " ".join(ENGLISH)
     text = {
         "train": Pairs([*ENGLISH] * 4, [*GERMAN] * 4),
-        "validation": Pairs([long, ENGLISH[1], ENGLISH[3]], [" ".join(GERMAN), GERMAN[1], GERMAN[3]]),
+        "validation": Pairs([long, ENGLISH[1], ENGLISH[2]], [" ".join(GERMAN), GERMAN[1], GERMAN[2]]),
     }
     data = Sentences(text, batch_tokens=70, evaluation_batch_tokens=1)
     several = {"devices": processes, "strategy": "ddp_fork"} if processes > 1 else {}

@@ -213,7 +213,7 @@ class CosineAttention(AttentionStabilizer):
 
     def build(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:  # type: ignore[override]
         if self.learned:
-            self.scale = nn.Parameter(torch.tensor(self.scale))
+            self.scale = nn.Parameter(torch.tensor([self.scale]))
 
     def _directions(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys whose scaled dot products are the logits."""
@@ -310,7 +310,8 @@ class SpectralWeight(Part):
             v = F.normalize(matrix.T @ torch.linalg.eigh(matrix @ matrix.T).eigenvectors[:, -1], dim=0)
         else:
             v = torch.linalg.eigh(matrix.T @ matrix).eigenvectors[:, -1].clone()
-        self.gamma = nn.Parameter(torch.tensor(1.0) if start == "one" else torch.linalg.vector_norm(matrix @ v))
+        largest = torch.ones(()) if start == "one" else torch.linalg.vector_norm(matrix @ v)
+        self.gamma = nn.Parameter(largest[None])
         self.register_buffer("v", v)
         self.register_buffer("next_v", v.clone(), persistent=False)
 

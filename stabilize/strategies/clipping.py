@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_
 
+from stabilize import stats
 from stabilize.errors import UserError
 from stabilize.gradients import Gradients
 from stabilize.strategies.strategy import Strategy
@@ -60,7 +60,13 @@ class GlobalNorm(Clipping):
 
     @torch.no_grad()
     def clip(self, gradients: Gradients) -> None:
-        clip_grads_with_norm_(gradients.parameters, self.value, gradients.norm)
+        _shorten(gradients, self.value)
+
+
+def _shorten(gradients: Gradients, most: float) -> None:
+    """Scale all down together where their norm is above a value, as `torch.nn.utils.clip_grads_with_norm_`."""
+    if gradients.there:
+        torch._foreach_mul_(gradients.here, (most / (gradients.norm + 1e-6)).clamp_max(1.0))
 
 
 class AdaptiveClipping(Clipping):
@@ -91,18 +97,26 @@ class AdaptiveClipping(Clipping):
         if not weights:
             return
         changed = [p.grad for p in weights if p.grad is not None]
+        here = [stats.local(gradient) for gradient in changed]
         most = self.ratio * torch.cat(_units(weights)).clamp_min(self.epsilon)
         lengths = _units(changed)
         scale = (most / torch.cat(lengths).clamp_min(1e-6)).clamp_max(1.0)
         factors = torch.split(scale, [len(unit) for unit in lengths])
-        shaped = [f.view(-1, *[1] * (g.ndim - 1)) if g.ndim else f[0] for f, g in zip(factors, changed, strict=True)]
-        torch._foreach_mul_(changed, shaped)
+        shaped = [f.view(-1, *[1] * (g.ndim - 1)) if g.ndim else f[0] for f, g in zip(factors, here, strict=True)]
+        torch._foreach_mul_(here, shaped)
 
 
 def _units(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The length of each row of a matrix, or of the whole of anything smaller, in float32 or better."""
-    rows = [t.flatten(1) if t.ndim > 1 else t.reshape(1, -1) for t in tensors]
-    return [torch.linalg.vector_norm(t, dim=1, dtype=torch.promote_types(t.dtype, torch.float32)) for t in rows]
+    """The length of each row of a matrix, or of the whole of anything smaller, in float32 or better.
+
+    Of a sharded matrix those of the rows that this process has; any row is in one place.
+    """
+    return [_lengths(stats.local(t).flatten(1)) if t.ndim > 1 else _lengths(t).reshape(1) for t in tensors]
+
+
+def _lengths(x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return stats.whole(torch.linalg.vector_norm(x, dim=-1 if x.ndim else None, dtype=dtype))
 
 
 class ZClip(Clipping):
@@ -156,7 +170,7 @@ class ZClip(Clipping):
         self._take_in(usual)
         most = usual if self.maximum is None else min(usual, self.maximum)
         if most < norm:
-            clip_grads_with_norm_(gradients.parameters, most, gradients.norm)
+            _shorten(gradients, most)
 
     def _usual(self, norm: float) -> float:
         """`norm`, or what is made of it where it stands out."""

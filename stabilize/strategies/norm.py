@@ -159,7 +159,7 @@ class ScaleNorm(Norm):
 
     def build(self, site: Site, *, width: int | None = None, epsilon: float) -> None:  # type: ignore[override]
         super().build(site, width=width, epsilon=epsilon)
-        self.gain = nn.Parameter(torch.tensor(math.sqrt(self.width)))
+        self.gain = nn.Parameter(torch.tensor([math.sqrt(self.width)]))
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         length = torch.linalg.vector_norm(x.float(), dim=-1, keepdim=True).clamp(min=self.epsilon)
@@ -249,7 +249,7 @@ class DynamicTanh(Norm):
     def build(self, site: Site, *, width: int | None = None, epsilon: float) -> None:  # type: ignore[override]
         super().build(site, width=width, epsilon=epsilon)
         own = self.attention_alpha if site.role in ("self_attention", "cross_attention") else None
-        self.alpha = nn.Parameter(torch.tensor(self.alpha if own is None else own))
+        self.alpha = nn.Parameter(torch.tensor([self.alpha if own is None else own]))
         self.gain = nn.Parameter(torch.ones(self.width))
         self.bias = nn.Parameter(torch.zeros(self.width))
 
@@ -277,8 +277,8 @@ class DynamicErf(Norm):
 
     def build(self, site: Site, *, width: int | None = None, epsilon: float) -> None:  # type: ignore[override]
         super().build(site, width=width, epsilon=epsilon)
-        self.alpha = nn.Parameter(torch.tensor(self.alpha))
-        self.shift = nn.Parameter(torch.tensor(0.0))
+        self.alpha = nn.Parameter(torch.tensor([self.alpha]))
+        self.shift = nn.Parameter(torch.zeros(1))
         self.gain = nn.Parameter(torch.ones(self.width))
         self.bias = nn.Parameter(torch.zeros(self.width))
 

@@ -215,9 +215,9 @@ class AdminResidual(Residual):
             model(batch.source, batch.target[:, :-1])
             for part in branches:
                 del vars(part)["write"]
-                part.omega.fill_(omegas[part])
                 if torch.distributed.is_available() and torch.distributed.is_initialized():
-                    torch.distributed.broadcast(part.omega, 0)
+                    torch.distributed.broadcast(omegas[part], 0)
+                part.omega.fill_(omegas[part].item())
 
 
 @contextlib.contextmanager
@@ -278,7 +278,7 @@ class ReZero(Residual):
 
     def build_link(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
         if site.role == "layer":
-            self.alpha = nn.Parameter(torch.zeros(()))
+            self.alpha = nn.Parameter(torch.zeros(1))
 
     def share_with(self, branches: Sequence[Residual]) -> None:
         for branch in branches:
@@ -313,7 +313,7 @@ class SkipInit(Residual):
         self.initial = initial
 
     def build_branch(self, site: Site, *, norm: Callable[..., nn.Module]) -> None:
-        self.alpha = nn.Parameter(torch.tensor(self.constants(site)["alpha"]))
+        self.alpha = nn.Parameter(torch.tensor([self.constants(site)["alpha"]]))
 
     def write(self, stream: Tensor, branch: Tensor) -> Tensor:
         return stream + self.alpha * branch
@@ -434,7 +434,7 @@ class HyperConnections(Residual):
             self.read_by_token = nn.Parameter(torch.zeros(site.width))
             self.mix_by_token = nn.Parameter(torch.zeros(site.width, n))
             self.write_by_token = nn.Parameter(torch.zeros(site.width))
-            self.mix_scale, self.write_scale = (nn.Parameter(torch.tensor(0.01)) for _ in range(2))
+            self.mix_scale, self.write_scale = (nn.Parameter(torch.tensor([0.01])) for _ in range(2))
 
     def start(self, x: Tensor) -> Tensor:
         return x.expand(self.streams, *x.shape).contiguous()

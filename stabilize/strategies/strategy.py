@@ -117,7 +117,10 @@ class Part(Strategy, nn.Module):
         return placed
 
     def build(self, site: Site, **needs: Any) -> None:
-        """Make the parameters for `site`. `needs` depends on the axis; see its base class."""
+        """Make the parameters for `site`. `needs` depends on the axis; see its base class.
+
+        A number that is learnt is of shape `[1]`: without a dimension FSDP2 could not share it out.
+        """
 
     def prepare(self, model: nn.Module, batch: Any) -> None:
         """Once, before training: profile the model on a real batch."""

@@ -11,32 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from stabilize.callbacks import SpikeGuard
+from stabilize.sharding import FullySharded
 from stabilize.task import TranslationTask
 from tests.callbacks.monitors import MONITORS, Report, Shares, batch, watched_task
 from tests.callbacks.poison import Poison
 from tests.tasks import fit, small_trainer
-
-
-class Sharded(TranslationTask):
-    sharded = False
-
-    def configure_model(self) -> None:
-        super().configure_model()
-        if self._trainer is not None and not self.sharded:
-            self.sharded = True
-            mesh = self.device_mesh["data_parallel"]
-            for part in [*self.model.layers, self.model]:
-                fully_shard(part, mesh=mesh)
-            assert all(isinstance(parameter, DTensor) for parameter in self.model.parameters())
-
-
-class Shards(Sharded, Shares):
-    """The same, each process with sentences of its own."""
 
 
 class Moved(pl.Callback):
@@ -60,10 +41,10 @@ class Moved(pl.Callback):
 
 if __name__ == "__main__":
     folder, *skip = sys.argv[1:]
-    strategy = ModelParallelStrategy(2, 1, process_group_backend="gloo")
+    strategy = FullySharded()
     watching: list[pl.Callback] = [*(make() for make in MONITORS.values()), Report()]
     if skip:
         watching = [SpikeGuard(every=1, policy="skip"), Poison({2: "nan"}, rank=1), Moved()]
     batches = [batch()] * (3 if skip else 1)
     trainer = small_trainer(Path(folder), *watching, max_steps=len(batches), devices=2, strategy=strategy)
-    fit(trainer, watched_task(kind=Sharded if skip else Shards), batches)
+    fit(trainer, watched_task(kind=TranslationTask if skip else Shares), batches)

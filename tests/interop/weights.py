@@ -38,7 +38,8 @@ def give(target: nn.Module, **values: Tensor) -> None:
     own = dict(target.named_parameters(recurse=False))
     for name, value in values.items():
         if name in own:
-            own.pop(name).copy_(value)
+            parameter = own.pop(name)
+            parameter.copy_(value if value.numel() > 1 else value.reshape(parameter.shape))  # a number has no shape
         else:
             assert not value.any(), f"{type(target).__name__} has no {name}"
     assert not own

@@ -31,8 +31,8 @@ def give_weights(target: Theirs, source: HyperConnections) -> None:
         if source.dynamic:
             target.dynamic_alpha_fn.copy_(torch.cat([source.read_by_token[:, None], source.mix_by_token], dim=1))
             target.dynamic_beta_fn.copy_(source.write_by_token)
-            target.dynamic_alpha_scale.copy_(source.mix_scale)
-            target.dynamic_beta_scale.copy_(source.write_scale)
+            target.dynamic_alpha_scale.copy_(source.mix_scale[0])
+            target.dynamic_beta_scale.copy_(source.write_scale[0])
 
 
 def as_theirs(stream: Tensor) -> Tensor:

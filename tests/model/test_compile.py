@@ -138,6 +138,22 @@ def test_hooks_fire_once_a_layer(graphs: Graphs) -> None:
     assert graphs.count
 
 
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_compiled_layers_are_computed_again_with_the_same_dropout(name: str, graphs: Graphs) -> None:
+    model, found = compiled(model_of(name, dropout=0.2, attention_dropout=0.2, activation_dropout=0.2).train()), []
+    for checkpointed in (False, True):
+        for layer in model.layers:
+            layer.checkpointed = checkpointed
+        model.zero_grad()
+        seeded(model, SOURCE, TARGET).square().sum().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0]
+    assert found[0].keys() == found[1].keys()
+    for parameter, gradient in found[0].items():
+        assert_equal(found[1][parameter], gradient)
+    assert graphs.count
+
+
 def test_weights_go_between_compiled_and_plain(graphs: Graphs) -> None:
     plain, other = model_of("b2t"), compiled(model_of("b2t"))
     keys, modules = list(plain.state_dict()), [name for name, _ in plain.named_modules()]

@@ -197,14 +197,19 @@ def test_the_future_changes_nothing(name: str) -> None:
 
 
 @every_stabilizer
-def test_checkpointed_gradients_are_the_same(name: str) -> None:
-    model = disturbed(name, dropout=0.2, attention_dropout=0.2, activation_dropout=0.2).train()
+@precisions
+def test_checkpointed_gradients_are_the_same(name: str, precision: str) -> None:
+    """The same masks, and what autocast makes half is half again."""
+    rates = {"dropout": 0.2, "attention_dropout": 0.2, "activation_dropout": 0.2}
+    model = disturbed(name, precision=precision, **rates).train()
     found = []
     for checkpointed in (False, True):
         for layer in model.layers:
             layer.checkpointed = checkpointed
         torch.manual_seed(3)
-        found.append(gradients(loss_of(model), model))
+        with autocast(precision):
+            loss = loss_of(model)
+        found.append(gradients(loss, model))
     plain, again = found
     assert plain.keys() == again.keys() == dict(model.named_parameters()).keys()
     for parameter, gradient in plain.items():
