@@ -13,13 +13,13 @@ from torch import Tensor
 
 from stabilize import probe
 from stabilize.commands import profiles
-from stabilize.commands.menu import bundles, known
+from stabilize.commands.menu import bundles
 from stabilize.commands.mistakes import CONFIG, options
 from stabilize.commands.profiles import Probed
 from stabilize.commands.training import Command, Trainer, folder_name, run
 from stabilize.data import TranslationData
 from stabilize.data.batch import Batch
-from stabilize.errors import UserError
+from stabilize.errors import UserError, known
 from stabilize.task import TranslationTask
 from stabilize.tokens import PAD
 
