@@ -19,7 +19,7 @@ from rich.text import Text
 
 from stabilize.commands import mistakes, strict_yaml, training
 from stabilize.commands.comparison import Comparison, alone, write_csv
-from stabilize.commands.probe import paths_of
+from stabilize.commands.overlays import paths_of
 from stabilize.commands.words import Parser
 from stabilize.errors import UserError
 from stabilize.study import FAILURES, Cell, Study, base, cells
@@ -55,7 +55,7 @@ def plan(path: Path, study: Study, threads: int) -> list[Cell]:
     Raises:
         UserError: a mistake in one of the files.
     """
-    paths = {strategy: next(iter(paths_of([base(strategy)]).values())) for strategy in study.strategies}
+    paths = {strategy: next(iter(paths_of([base(strategy)], "strategies").values())) for strategy in study.strategies}
     own = cells(study, paths, threads)
     if not study.studies:
         return own
