@@ -22,14 +22,13 @@ from rich.table import Table
 
 from stabilize.commands.bench import memory, record
 from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, Contender, carry_out
+from stabilize.commands.bench.plain_loop import PlainLoop
 from stabilize.commands.bench.rounds import Spread, interleaved
 from stabilize.commands.bench.work import Tokens, ceiling, dtype_of, training_flops
 from stabilize.data import TranslationData
 from stabilize.data.batch import Batch
 from stabilize.errors import at_least
-from stabilize.gradients import Gradients
-from stabilize.strategies import Part
-from stabilize.task import LOSS_UNIT, TranslationTask
+from stabilize.task import TranslationTask
 
 PARTS = ("data", "forward", "loss", "backward", "optimizer", "rest")
 ACTIONS = {
@@ -165,40 +164,15 @@ def fit(contender: Contender, warm_up: int, updates: int) -> Timed:
 
 def bare(contender: Contender, warm_up: int, updates: int) -> Timed:
     """The same updates of the same model in a plain loop of PyTorch: no Lightning, no callbacks, no records."""
-    window = Window(warm_up, updates)
-    with tempfile.TemporaryDirectory() as folder:
-        task, data, trainer = contender.run_in(Path(folder))
-    task.trainer = trainer
-    with trainer.precision_plugin.module_init_context():
-        task.configure_model()
-    task = trainer.precision_plugin.convert_module(task).train()
-    configured = task.configure_optimizers()
-    optimizer, schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    parts = [part for part in task.model.modules() if isinstance(part, Part)]
-    gradients = Gradients.of(optimizer, (task.model.output or task.model.target_embedding).weight)
-    batches = _endless(data)
-    for update in range(window.last):
-        tokens = 0
-        for batch in itertools.islice(batches, trainer.accumulate_grad_batches):
+    window, loop = Window(warm_up, updates), PlainLoop(contender)
+    batches, together = _endless(loop.data), loop.trainer.accumulate_grad_batches
+    for update in range(window.last + 1):
+        read = []
+        for batch in itertools.islice(batches, together):
             window.before(update, batch)
-            if update == 0:
-                for part in parts:
-                    part.prepare(task.model, batch)
-            with trainer.precision_plugin.forward_context():
-                loss, _, count = task.loss(batch)
-            (loss / LOSS_UNIT).backward()
-            tokens += count
-        torch._foreach_mul_(gradients.there, LOSS_UNIT / tokens)
-        task.clipping.clip(gradients)
-        if trainer.gradient_clip_val:
-            torch.nn.utils.clip_grad_norm_(gradients.parameters, trainer.gradient_clip_val)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        for part in parts:
-            part.after_update(update + 1)
-    window.before(window.last, next(batches))
-    return _timed(task, window, {})
+            read.append(batch)
+        loop.update(read)
+    return _timed(loop.task, window, {})
 
 
 def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
