@@ -55,7 +55,7 @@ def plan(path: Path, study: Study, threads: int) -> list[Cell]:
     Raises:
         UserError: a mistake in one of the files.
     """
-    paths = {strategy: next(iter(paths_of([base(strategy)], "strategies").values())) for strategy in study.strategies}
+    paths = {strategy: next(iter(paths_of([base(strategy)]).values())) for strategy in study.strategies}
     own = cells(study, paths, threads)
     if not study.studies:
         return own

@@ -33,7 +33,7 @@ class OverlayCommand(Command):
         return Path(given[-1]).stem if given else "defaults"
 
 
-def paths_of(names: Sequence[str], option: str) -> dict[str, Path]:
+def paths_of(names: Sequence[str], option: str = "strategies") -> dict[str, Path]:
     """The config of each name of configs/strategies, or path, that `option` gives, by the name it is shown under.
 
     Raises:

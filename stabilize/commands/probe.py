@@ -131,7 +131,7 @@ class ProbeCommand(OverlayCommand):
         Raises:
             UserError: a strategy that is none, or a mistake in its file.
         """
-        overlays: dict[str, Path | None] = {self.name: None} if strategies is None else {**paths_of(strategies, "strategies")}
+        overlays: dict[str, Path | None] = {self.name: None} if strategies is None else {**paths_of(strategies)}
         for name, path in overlays.items():
             config = self.with_overlay(path)
             own = (config.model.encoder_layers, config.model.decoder_layers)

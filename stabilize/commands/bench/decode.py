@@ -112,9 +112,7 @@ class DecodeBench(BenchTrainer):
         if not datamodule.has("test"):
             raise UserError("data gives no test text, which bench decode translates; a config with one would do")
         weights = None if ckpt_path is None else checkpoint.read(Path(ckpt_path))["state_dict"]
-        translators = {
-            one.name: Translator(one, weights) for one in self.command.contenders(datamodule, against)
-        }
+        translators = {one.name: Translator(one, weights) for one in self.command.contenders(datamodule, against)}
         count = min(sentences or datamodule.totals["test"], datamodule.totals["test"])
         turns: dict[str, Callable[[], Translated]] = {}
         for name, one in translators.items():
@@ -126,7 +124,12 @@ class DecodeBench(BenchTrainer):
         Console().print(_shown(rows, count))
         if ckpt_path is None:
             print("new weights: most translations end at the length limit; --ckpt_path shows those of a trained model")
-        about = {"sentences": count, "precision": str(self.precision), "checkpoint": ckpt_path and str(ckpt_path)}
+        about = {
+            "rounds": rounds,
+            "sentences": count,
+            "precision": str(self.precision),
+            "checkpoint": ckpt_path and str(ckpt_path),
+        }
         record.write(json, "decode", rows, threads=torch.get_num_threads(), **about)
 
 
@@ -156,7 +159,15 @@ def _rows(found: dict[str, list[Translated]], search_of: dict[str, str]) -> list
 def _shown(rows: Sequence[dict[str, Any]], sentences: int) -> Table:
     title = f"Decoding of {sentences:,} sentences: medians over rounds (least to greatest)"
     shown = Table(box=box.SIMPLE, title=title, title_justify="left")
-    for heading in ("", "sentences/s", "ratio in a round", "output tokens/s", "tokens each", "cut at limit", "as first"):
+    for heading in (
+        "",
+        "sentences/s",
+        "ratio in a round",
+        "output tokens/s",
+        "tokens each",
+        "cut at limit",
+        "as first",
+    ):
         shown.add_column(heading)
     for row in rows:
         shown.add_row(

@@ -129,7 +129,7 @@ class DepthBench(BenchTrainer):
         rows = _rows(grown)
         Console().print(_shown(rows), _summary(grown))
         deviations = {name: growth.deviations for name, growth in grown.items()}
-        about = {"updates": updates, "precision": str(self.precision), "deviations": deviations}
+        about = {"rounds": rounds, "updates": updates, "precision": str(self.precision), "deviations": deviations}
         record.write(json, "depth", rows, threads=torch.get_num_threads(), **about)
 
 
@@ -198,9 +198,8 @@ def _shown(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _summary(grown: dict[str, Growth]) -> Table:
-    title = "Greatest deviation of a layer's share from its median over depths"
-    shown = Table(box=box.SIMPLE, title=title, title_justify="left")
-    for heading in ("", "time", "memory"):
+    shown = Table(box=box.SIMPLE)
+    for heading in ("greatest deviation of a layer's share from its median over depths", "time", "memory"):
         shown.add_column(heading)
     for name, growth in grown.items():
         shown.add_row(name, *(f"{deviation:.1%}" for deviation in growth.deviations.values()))

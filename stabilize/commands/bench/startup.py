@@ -107,14 +107,13 @@ def measure(words: Sequence[str]) -> int:
         for name, spread in found.items()
     ]
     Console().print(_shown(rows))
-    record.write(chosen.json, "startup", rows, threads=os.environ.get("OMP_NUM_THREADS"))
+    record.write(chosen.json, "startup", rows, rounds=chosen.rounds, threads=os.environ.get("OMP_NUM_THREADS"))
     return 0
 
 
 def _shown(rows: Sequence[dict[str, Any]]) -> Table:
-    title = "Seconds until the answer, of fit until its first update: medians over rounds (least to greatest)"
-    shown = Table(box=box.SIMPLE, title=title, title_justify="left")
-    for heading in ("", "seconds", "at most", "kept"):
+    shown = Table(box=box.SIMPLE)
+    for heading in ("", "seconds, median (least to greatest)", "at most", "kept"):
         shown.add_column(heading)
     for row in rows:
         limit, seconds = row["limit"], row["seconds"]

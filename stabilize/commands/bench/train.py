@@ -41,8 +41,8 @@ ACTIONS = {
     "configure_gradient_clipping": "optimizer",
     "lr_scheduler_step": "optimizer",
 }
-"""The part that an action of Lightning's trainer belongs to, by the last word of its name; all others are the rest, such
-as callbacks. The forward pass is inside the loss, and told apart from it by the model's hooks."""
+"""The part that an action of Lightning's trainer belongs to, by the last word of its name; all others, such as those of
+callbacks, are the rest. The forward pass is inside the loss, and told apart from it by the model's hooks."""
 
 
 class Window:
@@ -249,7 +249,13 @@ class TrainBench(BenchTrainer):
             limit = max(found.pop(""))
             peaks = {one.name: memory.peak(lambda one=one: fit(one, 1, 1)) for one in contenders}  # type: ignore[misc]
         rows = [_row(name, timed, found[contenders[0].name], limit, peaks.get(name)) for name, timed in found.items()]
-        about = {"updates": updates, "warm_up": warm_up, "precision": str(self.precision), "ceiling": limit}
+        about = {
+            "rounds": rounds,
+            "updates": updates,
+            "warm_up": warm_up,
+            "precision": str(self.precision),
+            "ceiling": limit,
+        }
         Console().print(_shown(rows, limit, str(dtype).removeprefix("torch.")))
         record.write(json, "train", rows, threads=torch.get_num_threads(), **about)
 
