@@ -220,7 +220,8 @@ def test_what_is_wrong_is_said_in_one_sentence_before_any_work(
 
 def test_lists_are_typed_word_by_word() -> None:
     words = ["--strategies", "a", "b", "-c", "x.yaml", "--depths", "6", "-1", "--seed_everything", "1"]
-    assert gathered(words, LISTS) == ["-c", "x.yaml", "--seed_everything", "1", "--strategies=[a, b]", "--depths=[6, -1]"]
+    rest = ["-c", "x.yaml", "--seed_everything", "1"]
+    assert gathered(words, LISTS) == [*rest, "--strategies=[a, b]", "--depths=[6, -1]"]
 
 
 def test_spark_lines() -> None:
