@@ -57,7 +57,10 @@ class BenchCommand(OverlayCommand):
             raise UserError(f"against has {self.name} itself; a config of another name would do")
         configs = {name: self.with_overlay(path) for name, path in paths.items()}
         own = Contender(self.name, self.config[self.verb], self, data)
-        return [own, *(Contender(name, config, self) for name, config in configs.items())]
+        return [own] + [
+            Contender(name, config, self, data if config.data == own.config.data else None)
+            for name, config in configs.items()
+        ]
 
     def make(self, config: Namespace) -> tuple[TranslationTask, TranslationData, BenchTrainer]:
         """Task, data and trainer of a config, with the same random numbers each time.
