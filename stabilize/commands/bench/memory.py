@@ -15,7 +15,7 @@ def peak(work: Callable[[], None]) -> int:
 
     As torch's allocator tells its profiler. What the system gives to the process says less of a model: a process never
     gives back what an earlier and larger one took (`kernels.keep_freed_memory` asks for just that), gets it in pages of
-    up to 2 MiB, and has hundreds of megabytes of libraries in it. What oneDNN takes for itself is left out.
+    up to 2 MiB, and has hundreds of megabytes of libraries in it. What oneDNN and NumPy take is left out.
     """
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         work()

@@ -81,7 +81,7 @@ def test_products_are_in_the_precision_of_the_run(precision: str, dtype: torch.d
 def test_the_ceiling_is_the_fastest_of_both_products(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     now = iter(range(1000))
-    monkeypatch.setattr("time.perf_counter", lambda: sum(next(now) for _ in range(1)) / 4)
+    monkeypatch.setattr("time.perf_counter", lambda: next(now) / 4)
     monkeypatch.setattr(kernels, "linear", lambda a, b: asked.append((a.dtype, b.shape)))
     assert ceiling(torch.bfloat16, size=8) == 2 * 8**3 / 0.25
     assert set(asked) == {(torch.bfloat16, (8, 8))}
