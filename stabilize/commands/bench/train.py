@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import lightning.pytorch as lightning
 import torch
@@ -77,16 +77,6 @@ class Window:
             self.batches.append(batch)
 
 
-class Clock(lightning.Callback):
-    """Tells a window of the updates that a trainer makes."""
-
-    def __init__(self, window: Window) -> None:
-        self.window = window
-
-    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
-        self.window.before(trainer.global_step, batch)
-
-
 class Shares(Profiler):
     """The seconds of each of PARTS; a part inside another is not counted there."""
 
@@ -131,6 +121,19 @@ class Shares(Profiler):
         task.model.register_forward_hook(lambda *_: self.stop("forward"))
 
 
+class Clock(lightning.Callback):
+    """Tells a window of the updates that a trainer makes, and the shares of its forward passes."""
+
+    def __init__(self, window: Window, shares: Shares) -> None:
+        self.window, self.shares = window, shares
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self.shares.watch(cast(TranslationTask, pl_module))
+
+    def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, batch: Batch, batch_idx: int) -> None:
+        self.window.before(trainer.global_step, batch)
+
+
 class Timed(NamedTuple):
     """What some updates took, and what they worked on."""
 
@@ -149,12 +152,11 @@ def fit(contender: Contender, warm_up: int, updates: int) -> Timed:
     window.opens, window.closes = shares.restart, shares.finish
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         task, data, trainer = contender.run_in(Path(folder))
-        trainer.callbacks.insert(0, Clock(window))
+        trainer.callbacks.insert(0, Clock(window, shares))
         trainer.profiler = shares
         trainer.fit_loop.epoch_loop.max_steps = window.last + 1
         trainer.fit_loop.max_epochs = -1
         trainer.limit_train_batches, trainer.limit_val_batches = 1.0, 0
-        task.configure_model = _then(task.configure_model, lambda: shares.watch(task))  # type: ignore[method-assign]
         try:
             trainer.fit(task, datamodule=data)
         finally:
@@ -162,7 +164,7 @@ def fit(contender: Contender, warm_up: int, updates: int) -> Timed:
     return _timed(task, window, {part: seconds / window.wall for part, seconds in shares.seconds.items()})
 
 
-def bare(contender: Contender, warm_up: int, updates: int) -> Timed:
+def in_plain_loop(contender: Contender, warm_up: int, updates: int) -> Timed:
     """The same updates of the same model in a plain loop of PyTorch: no Lightning, no callbacks, no records."""
     window, loop = Window(warm_up, updates), PlainLoop(contender)
     batches, together = _endless(loop.data), loop.trainer.accumulate_grad_batches
@@ -173,18 +175,6 @@ def bare(contender: Contender, warm_up: int, updates: int) -> Timed:
             read.append(batch)
         loop.update(read)
     return _timed(loop.task, window, {})
-
-
-def _then(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    done: list[None] = []
-
-    def both() -> None:
-        first()
-        if not done:  # Lightning asks twice
-            second()
-        done.append(None)
-
-    return both
 
 
 def _endless(data: TranslationData) -> Iterator[Batch]:
@@ -243,7 +233,7 @@ class TrainBench(BenchTrainer):
             for one in contenders
         }
         if bare:
-            turns["bare loop"] = lambda: _bare(contenders[0], warm_up, updates)
+            turns["bare loop"] = lambda: in_plain_loop(contenders[0], warm_up, updates)
         with Console().status(f"{rounds} rounds of {len(turns) * (warm_up + updates)} updates"):
             found = interleaved({**turns, "": lambda: ceiling(dtype)}, rounds)
             limit = max(found.pop(""))
@@ -258,9 +248,6 @@ class TrainBench(BenchTrainer):
         }
         Console().print(_shown(rows, limit, str(dtype).removeprefix("torch.")))
         record.write(json, "train", rows, threads=torch.get_num_threads(), **about)
-
-
-_bare = bare
 
 
 def _row(name: str, timed: list[Timed], first: list[Timed], limit: float, peak: int | None) -> dict[str, Any]:
