@@ -45,12 +45,12 @@ def found(here: Path, *words: str) -> dict[str, dict[int, dict]]:
 
 
 def test_memory_grows_evenly_with_depth_for_every_strategy(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = found(here, "--depths", "3", "6", "12", "--against", *EVEN)
+    rows = found(here, "--depths", "2", "5", "--against", *EVEN)
     assert [*rows] == ["tiny", *EVEN]
     for of_depth in rows.values():
         shares = [row["memory_per_layer"] for row in of_depth.values()]
         assert max(shares) < 1.15 * min(shares)
-        assert [row["ratio"]["rounds"] for row in rows["tiny"].values()] == [[1.0]] * 3
+        assert [row["ratio"]["rounds"] for row in rows["tiny"].values()] == [[1.0]] * 2
     assert "greatest deviation of a layer's share" in capsys.readouterr().out
     assert sorted(path.name for path in here.iterdir()) == ["found.json", "tiny.yaml"]
 

@@ -95,8 +95,8 @@ def test_peak_memory_is_what_tensors_hold_at_once() -> None:
         before = torch.zeros(1)  # from before: neither counted nor taken off
         kept = torch.ones(3000)
         for _ in range(3):
-            _ = torch.ones(2000)
-        del kept
+            other = torch.ones(2000)
+        del kept, other
 
     bytes_of_floats = 4 * (3000 + 2 * 2000)  # the old one of a loop goes when the new one is there
     assert bytes_of_floats <= memory.peak(work) <= bytes_of_floats + 200
