@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -115,11 +116,17 @@ class DepthBench(BenchTrainer):
             for one in self.command.contenders(datamodule, against)
             for depth in (SHALLOWEST, *chosen)
         }
+        loops: dict[tuple[str, int], PlainLoop] = {}
+
+        def build(key: tuple[str, int]) -> None:
+            """Also two updates: in the second the optimiser's moments are there."""
+            loops[key] = PlainLoop(contenders[key])
+            for _ in range(2):
+                loops[key].update([batch])
+
         with Console().status("memory") as status:
-            peaks = {key: memory.peak(lambda one=one: _train(one, batch)) for key, one in contenders.items()}  # type: ignore[misc]
-            turns: dict[str, Callable[[], float]] = {}
-            for (name, depth), one in contenders.items():
-                turns[f"{name} {depth}"] = _timer(PlainLoop(one), batch, updates)
+            peaks = {key: memory.peak(functools.partial(build, key)) for key in contenders}
+            turns = {f"{name} {depth}": _timer(loop, batch, updates) for (name, depth), loop in loops.items()}
             status.update(f"{rounds + 1} rounds of {len(turns)} x {updates} updates")
             found = {name: Spread(times[1:]) for name, times in interleaved(turns, rounds + 1).items()}  # one warms up
         grown: dict[str, Growth] = {}
@@ -138,13 +145,6 @@ def _at(contender: Contender, depth: int, data: TranslationData) -> Contender:
     config = contender.config.clone()
     config.model.encoder_layers = config.model.decoder_layers = depth
     return dataclasses.replace(contender, config=config, data=data)
-
-
-def _train(contender: Contender, batch: Batch) -> None:
-    """Two updates: in the second the optimiser's moments are there."""
-    loop = PlainLoop(contender)
-    for _ in range(2):
-        loop.update([batch])
 
 
 def _timer(loop: PlainLoop, batch: Batch, updates: int) -> Callable[[], float]:

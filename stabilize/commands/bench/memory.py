@@ -17,7 +17,7 @@ def peak(work: Callable[[], None]) -> int:
     gives back what an earlier and larger one took (`kernels.keep_freed_memory` asks for just that), gets it in pages of
     up to 2 MiB, and has hundreds of megabytes of libraries in it. What oneDNN and NumPy take is left out.
     """
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     held = most = 0
     events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
