@@ -25,7 +25,7 @@ VERBS = {
     "compare": "carry out a study: a run for each strategy, depth, seed, and one table",
     "average": "average the weights of several checkpoints into one",
     "export": "write a trained model for transformers, CTranslate2, or as safetensors",
-    "bench": "measure what diagnostics cost",
+    "bench": "measure training, decoding, depth, diagnostics, start-up",
     "report": "write one HTML page from run folders: curves, heat maps, translations, what stands out",
     "dashboard": "build a workspace in Weights & Biases for the runs of a project",
     "strategies": "list the strategies of each axis, and the published bundles",

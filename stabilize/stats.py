@@ -10,13 +10,16 @@ A number that does not exist (a layer without gradient, a similarity over no pos
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 NUMBERS_AT_ONCE = 2**19  # bounds the temporary copies of `similarity_sums` and `rolling_deviations`
 
@@ -57,6 +60,12 @@ def _together(groups: Sequence[Sequence[nn.Parameter]], norms: Mapping[Tensor, T
     return torch.stack([norm if row else norm.new_full((), math.nan) for norm, row in zip(together, rows, strict=True)])
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether ranks have a part each (FSDP2); whoever has such a tensor has imported its module, half a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def norm_of_each(tensors: list[Tensor]) -> Tensor:
     """L2 norm of each tensor by itself, as `[tensors]`, in float64 where the device has it; sharded as they are.
 
@@ -65,8 +74,8 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
     """
     device = tensors[0].device
     wide = wide_dtype(device)
-    if any(isinstance(t, DTensor) or t.device.type != "cpu" or t.dtype == torch.float64 for t in tensors):
-        sharded = all(isinstance(t, DTensor) for t in tensors)
+    if any(is_sharded(t) or t.device.type != "cpu" or t.dtype == torch.float64 for t in tensors):
+        sharded = all(map(is_sharded, tensors))
         each = torch._foreach_norm(tensors, 2, dtype=wide)
         return torch.stack([(norm if sharded else whole(norm)).to(device) for norm in each])
     norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).to(wide)
@@ -77,7 +86,7 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 def whole(norm: Tensor) -> Tensor:
     """A norm over all shards, where the tensor is sharded (FSDP2): every rank has to ask, and gets the same."""
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 def local(tensor: Tensor) -> Tensor:

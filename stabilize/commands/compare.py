@@ -19,7 +19,7 @@ from rich.text import Text
 
 from stabilize.commands import mistakes, strict_yaml, training
 from stabilize.commands.comparison import Comparison, alone, write_csv
-from stabilize.commands.probe import paths_of
+from stabilize.commands.overlays import paths_of
 from stabilize.commands.words import Parser
 from stabilize.errors import UserError
 from stabilize.study import FAILURES, Cell, Study, base, cells

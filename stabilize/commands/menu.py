@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from stabilize import plugins
-from stabilize.errors import UserError
+from stabilize.errors import UserError, known
 from stabilize.strategies import AXES, Clipping, Strategy
 from stabilize.strategies.menu import entry, menu
 
@@ -74,18 +72,6 @@ def bundles() -> dict[str, Path]:
     folders = (Path(__file__).parents[2] / BUNDLES, Path(BUNDLES))
     found = {path.stem: path for folder in folders for path in folder.glob("*.yaml")}
     return dict(sorted(found.items()))
-
-
-def known(word: str, names: Collection[str], kind: str) -> str:
-    """`word` if it is one of the names.
-
-    Raises:
-        UserError: it is not; the nearest are named.
-    """
-    if word in names:
-        return word
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    raise UserError(f"no {kind} {word}; {'nearest: ' + ', '.join(near) if near else 'there are ' + ', '.join(names)}")
 
 
 def _table(title: str) -> Table:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from torch import Tensor
 
 from stabilize import probe
 from stabilize.commands import profiles
-from stabilize.commands.menu import bundles, known
-from stabilize.commands.mistakes import CONFIG, options
+from stabilize.commands.overlays import OverlayCommand, gathered, paths_of
 from stabilize.commands.profiles import Probed
-from stabilize.commands.training import Command, Trainer, folder_name, run
+from stabilize.commands.training import Trainer, folder_name, run
 from stabilize.data import TranslationData
 from stabilize.data.batch import Batch
 from stabilize.errors import UserError
@@ -119,7 +117,7 @@ class Prober(Trainer):
         return Probed(name, depths, found, theories)
 
 
-class ProbeCommand(Command):
+class ProbeCommand(OverlayCommand):
     """The command line of `stabilize probe`."""
 
     trainer_with_verb = Prober
@@ -133,57 +131,16 @@ class ProbeCommand(Command):
         Raises:
             UserError: a strategy that is none, or a mistake in its file.
         """
-        overlays: dict[str, list[str]] = {self.name: []}
-        if strategies is not None:
-            overlays = {name: ["--config", str(path)] for name, path in paths_of(strategies).items()}
-        for name, words in overlays.items():
-            config = self.parsed([*self.words, *words])[self.verb]
+        overlays: dict[str, Path | None] = {self.name: None} if strategies is None else {**paths_of(strategies)}
+        for name, path in overlays.items():
+            config = self.with_overlay(path)
             own = (config.model.encoder_layers, config.model.decoder_layers)
             for sizes in dict.fromkeys([own] if depths is None else [(depth, depth) for depth in depths]):
                 chosen = config.clone()
                 chosen.model.encoder_layers, chosen.model.decoder_layers = sizes
                 yield name, chosen
 
-    @property
-    def name(self) -> str:
-        """What the config is called by itself: after its last file."""
-        given = [path for option, path in options(self.words[1:]) if option in CONFIG]
-        return Path(given[-1]).stem if given else "defaults"
-
-
-def paths_of(strategies: Sequence[str]) -> dict[str, Path]:
-    """The config of each strategy, by the name it is shown under.
-
-    Raises:
-        UserError: there is no such config, or none is asked for.
-    """
-    menu = bundles()
-    if not strategies:
-        raise UserError("strategies is empty; --strategies post_ln pre_ln would do")
-    found = {
-        name: Path(name) if name.endswith((".yaml", ".yml")) else menu[known(name, menu, "strategy config")]
-        for name in strategies
-    }
-    stems = [path.stem for path in found.values()]
-    return {path.stem if stems.count(path.stem) == 1 else name: path for name, path in found.items()}
-
-
-def gathered(words: Sequence[str]) -> list[str]:
-    """The words, with those after an option of LISTS made one, as a list in YAML."""
-    lists: dict[str, list[str]] = {}
-    rest: list[str] = []
-    takes: list[str] | None = None
-    for word in words:
-        if word in LISTS:
-            takes = lists.setdefault(word, [])
-        elif takes is None or re.match(r"-\D", word):
-            takes = None
-            rest.append(word)
-        else:
-            takes.append(word)
-    return rest + [f"{option}=[{', '.join(values)}]" for option, values in lists.items()]
-
 
 def look(words: list[str]) -> int:
     """Carry out `stabilize probe`."""
-    return run(["probe", *gathered(words)], ProbeCommand)
+    return run(["probe", *gathered(words, LISTS)], ProbeCommand)

@@ -19,7 +19,8 @@ from matplotlib.image import imread
 
 from stabilize.cli import main
 from stabilize.commands import training
-from stabilize.commands.probe import gathered
+from stabilize.commands.overlays import gathered
+from stabilize.commands.probe import LISTS
 from stabilize.commands.profiles import BARS, spark
 from tests.checkout import ROOT
 
@@ -219,7 +220,8 @@ def test_what_is_wrong_is_said_in_one_sentence_before_any_work(
 
 def test_lists_are_typed_word_by_word() -> None:
     words = ["--strategies", "a", "b", "-c", "x.yaml", "--depths", "6", "-1", "--seed_everything", "1"]
-    assert gathered(words) == ["-c", "x.yaml", "--seed_everything", "1", "--strategies=[a, b]", "--depths=[6, -1]"]
+    rest = ["-c", "x.yaml", "--seed_everything", "1"]
+    assert gathered(words, LISTS) == [*rest, "--strategies=[a, b]", "--depths=[6, -1]"]
 
 
 def test_spark_lines() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,31 +9,9 @@ import pytest
 from stabilize.callbacks import ActivationScale, AttentionEntropy, GradientRatio, SpikeGuard
 from stabilize.callbacks.monitor import Monitor
 from stabilize.cli import main
-from stabilize.commands.bench import NEVER, Rounds
+from stabilize.commands.bench.diagnostics import NEVER, Rounds
 from stabilize.commands.training import MONITORS
 from tests.checkout import ROOT
-
-TINY = """
-model:
-  encoder_layers: 2
-  decoder_layers: 1
-  width: 8
-  heads: 2
-  hidden: 8
-data:
-  class_path: SyntheticCorpus
-  init_args: {train_pairs: 40, validation_pairs: 2, test_pairs: 0, vocabulary: 60, batch_tokens: 48}
-trainer: {accelerator: cpu}
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setenv("COLUMNS", "160")
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    return tmp_path
 
 
 def test_every_callback_has_a_row(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,20 +65,10 @@ def test_the_config_of_the_readme_is_one_of_bench(capsys: pytest.CaptureFixture[
     assert "batch_tokens: 2048" in capsys.readouterr().out
 
 
-def test_help_is_given_with_and_without_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--help"], ["diagnostics", "--help"]):
-        with pytest.raises(SystemExit) as end:
-            main(["bench", *words])
-        assert end.value.code == 0
-        assert "--rounds" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "stabilize bench diagnostics -c CONFIG would do"),
         (["diagnostics", "-c", "tiny.yaml", "--trainer.devices", "2"], "bench counts the CPU time of one process"),
-        (["diagnostic"], "no benchmark diagnostic; nearest: diagnostics"),
         (["diagnostics", "-c", "tiny.yaml", "--rounds", "1"], "bench.rounds is 1; 2 is the least"),
         (
             ["diagnostics", "-c", "tiny.yaml", *(f"--{key}.every=0" for key in MONITORS)],

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import lightning.pytorch as lightning
 import torch
 import wandb
-from lightning.pytorch.accelerators import CPUAccelerator
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,14 +20,12 @@ from torch import Tensor
 
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.monitor import Monitor
-from stabilize.commands.menu import known
+from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, carry_out
 from stabilize.commands.narrator import Narrator
-from stabilize.commands.training import Command, Trainer, run, table, wandb_logger
+from stabilize.commands.training import table, wandb_logger
 from stabilize.data import TranslationData
 from stabilize.errors import UserError, at_least
 from stabilize.task import TranslationTask
-
-TOPICS = ("diagnostics",)
 
 NEVER = 2**62
 """An interval in which no update is due: what a callback costs at the updates between its records."""
@@ -112,8 +109,8 @@ def _cost(shares: Tensor) -> Cost:
     return Cost(shares.quantile(0.5).item(), low, high)
 
 
-class BenchTrainer(Trainer):
-    """Lightning's trainer, with the verb that measures."""
+class DiagnosticsBench(BenchTrainer):
+    """Lightning's trainer, with the verb that measures diagnostics."""
 
     def bench(
         self,
@@ -134,8 +131,7 @@ class BenchTrainer(Trainer):
             weights_only: here so that a config of `fit` does; nothing else is ever read.
         """
         at_least("bench", rounds=(rounds, 2))
-        if self.world_size > 1 or not isinstance(self.accelerator, CPUAccelerator):
-            raise UserError("bench counts the CPU time of one process; --trainer.accelerator cpu --trainer.devices 1")
+        self.check_device()
         datamodule.setup("fit")
         model.tokenizer = datamodule.tokenizer
         batch = next(iter(datamodule.train_dataloader()))
@@ -179,16 +175,12 @@ def _costs(counted: Rounds) -> Table:
     return shown
 
 
-class BenchCommand(Command):
+class DiagnosticsCommand(BenchCommand):
     """The command line of `stabilize bench diagnostics`."""
 
-    trainer_with_verb = BenchTrainer
+    trainer_with_verb = DiagnosticsBench
 
 
 def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench TOPIC`."""
-    if not words or (words[0].startswith("-") and not {"-h", "--help"} & set(words)):
-        raise UserError(f"bench needs to be told what to measure; stabilize bench {TOPICS[0]} -c CONFIG would do")
-    topic, *rest = words if not words[0].startswith("-") else (TOPICS[0], *words)
-    known(topic, TOPICS, "benchmark")
-    return run(["bench", *rest], BenchCommand)
+    """Carry out `stabilize bench diagnostics`."""
+    return carry_out(words, DiagnosticsCommand)
