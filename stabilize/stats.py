@@ -91,7 +91,7 @@ def whole(norm: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """The shard of a tensor that this process has, in the tensor's own memory; all of it where it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def squared_norm(tensor: Tensor) -> Tensor:

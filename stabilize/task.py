@@ -20,7 +20,6 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.loggers import WandbLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -434,7 +433,7 @@ class TranslationTask(LightningModule):
 
     def _sum_of_ranks(self, gradient: Tensor) -> Tensor:
         """What the gradients of all ranks add up to; of shards there is the mean."""
-        if isinstance(gradient, DTensor):
+        if stats.is_sharded(gradient):
             return gradient.full_tensor() * self.trainer.world_size
         return self._over_ranks(gradient.clone())
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from torch.profiler import ProfilerActivity, profile
 
 
-def peak(work: Callable[[], None]) -> int:
+def peak(work: Callable[[], object]) -> int:
     """The most bytes that the tensors made by `work` hold at once: weights, gradients, the optimiser's moments, what is
     kept for the backward pass, temporary ones. Those from before do not count.
 
@@ -20,7 +20,7 @@ def peak(work: Callable[[], None]) -> int:
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     held = most = 0
-    events = recorded.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = recorded.profiler.kineto_results.events()
     changes = [event for event in events if event.name() == "[memory]"]
     for event in sorted(changes, key=lambda event: event.start_ns()):
         held += event.nbytes()

@@ -7,7 +7,7 @@ import io
 import itertools
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -84,7 +84,7 @@ class Shares(Profiler):
         super().__init__()
         self.seconds: dict[str, float] = {}
         """By part, between the last two calls of `restart` and `finish`."""
-        self._spent: Counter[str] = Counter()
+        self._spent: dict[str, float] = defaultdict(float)
         self._parts: dict[str, str] = {}
         self._running: list[str] = []
         self._since = 0.0
