@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from stabilize import checkpoint
+from stabilize import checkpoint, kernels
 from stabilize.commands.bench import record
 from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, Contender, carry_out
 from stabilize.commands.bench.rounds import Spread, interleaved
@@ -38,7 +38,7 @@ class Translated(NamedTuple):
 
 
 class Translator:
-    """A model that translates batches as `test` does, and takes the time.
+    """A model that translates the batches of `test` as the verb `translate` does, and takes the time.
 
     Args:
         contender: the config.
@@ -67,7 +67,8 @@ class Translator:
         texts: list[str] = []
         tokens = truncated = 0
         start, cpu = time.perf_counter(), time.process_time()
-        with torch.inference_mode(), self.trainer.precision_plugin.forward_context():
+        mode, precision = torch.inference_mode(), self.trainer.precision_plugin.forward_context()
+        with mode, precision, kernels.constant_weights():
             for batch in self.batches:
                 source = batch.source[: sentences - len(texts)]
                 found = search(self.task.model, source) if len(source) else []
