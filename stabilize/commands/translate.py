@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -81,11 +82,14 @@ def lines_of(descriptor: int, most: int) -> Iterator[list[bytes]]:
 
 
 class Translator:
-    """Translates lines, a few batches at a time.
+    """Translates lines, on a CPU as many batches at once as there are threads, each in one.
+
+    The small products of a step gain little from a second thread, which a batch of its own keeps busy.
 
     Args:
         task: with the model, in evaluation.
         search: for hypotheses.
+        precision: what computes as `trainer.precision` does; none: as the weights are.
         count: hypotheses of each line.
         batch_tokens: budget of a batch, rows x longest source.
         longest: tokens of a source line that are read, the end included.
@@ -101,6 +105,7 @@ class Translator:
         self,
         task: TranslationTask,
         search: BeamSearch,
+        precision: Precision | None = None,
         *,
         count: int = 1,
         batch_tokens: int = 4096,
@@ -108,7 +113,10 @@ class Translator:
         unescape: bool = False,
     ) -> None:
         self.task, self.search, self.count, self.batch_tokens = task, search, count, batch_tokens
+        self.precision = precision or Precision()
         self.unescape = unescape
+        at_once = torch.get_num_threads() if task.device.type == "cpu" else 1
+        self._workers = ThreadPoolExecutor(at_once, initializer=_in_one_thread, initargs=(task.device,))
         self.longest = min(longest, task.model.longest or longest)
         self.lines, self.truncated = 0, 0
         self.faults: Counter[str] = Counter()
@@ -119,14 +127,24 @@ class Translator:
         found = [[("", Hypothesis([], 0.0, False))] for _ in source]
         written = [row for row, tokens in enumerate(source) if tokens]
         lengths = np.array([len(source[row]) for row in written], dtype=np.int64)
-        for batch in TokenBatches(lengths, lengths, tokens=self.batch_tokens, shuffle=False, evaluation=True):
-            rows = [written[place] for place in batch]
-            padded = pad_sequence([torch.tensor(source[row]) for row in rows], batch_first=True, padding_value=PAD)
-            best = self.search.n_best(self.task.model, padded.to(self.task.device), self.count)
+        batches = TokenBatches(lengths, lengths, tokens=self.batch_tokens, shuffle=False, evaluation=True)
+        rows_of = [[written[place] for place in batch] for batch in batches]
+        best_of = self._workers.map(self._best, ([source[row] for row in rows] for rows in rows_of))
+        for rows, best in zip(rows_of, best_of, strict=True):
             for row, hypotheses in zip(rows, best, strict=True):
                 found[row] = [(self.task.tokenizer.decode(hypothesis.ids), hypothesis) for hypothesis in hypotheses]
                 self.truncated += hypotheses[0].truncated
         return found
+
+    def _best(self, source: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
+        """The best hypotheses of the sentences of a batch."""
+        padded = pad_sequence([torch.tensor(tokens) for tokens in source], batch_first=True, padding_value=PAD)
+        with self.precision.forward_context():
+            return self.search.n_best(self.task.model, padded.to(self.task.device), self.count)
+
+    def close(self) -> None:
+        """Begin no further batch."""
+        self._workers.shutdown(wait=False, cancel_futures=True)
 
     def _tokens(self, line: bytes) -> list[int]:
         """Tokens of a line with the end mark; none of a blank one."""
@@ -151,6 +169,12 @@ class Translator:
         faults = [f"{number:,} {fault}" for fault, number in self.faults.items()]
         truncated = [f"{self.truncated:,} truncated at the length limit"] if self.truncated else []
         return ", ".join([f"{self.lines:,} lines", *faults, *truncated])
+
+
+def _in_one_thread(device: torch.device) -> None:
+    """Let the thread that asks compute by itself, where the CPU computes."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
 
 
 class Progress:
@@ -261,6 +285,7 @@ def translate(words: list[str]) -> int:
     translator = Translator(
         task.to(device),
         search,
+        precision,
         count=count,
         batch_tokens=chosen.batch_tokens,
         longest=chosen.maximum_source,
@@ -270,7 +295,7 @@ def translate(words: list[str]) -> int:
         say("type lines; Ctrl-D ends them")
     progress = Progress()
     try:
-        with precision.forward_context(), kernels.constant_weights():
+        with kernels.constant_weights():
             for lines in lines_of(sys.stdin.fileno(), chosen.read_ahead):
                 first = translator.lines
                 for number, found in enumerate(translator(lines), start=first):
@@ -279,5 +304,6 @@ def translate(words: list[str]) -> int:
                 sys.stdout.buffer.flush()
                 progress.show(translator)
     finally:
+        translator.close()
         progress.close(translator)
     return 0

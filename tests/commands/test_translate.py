@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,29 @@ def test_it_computes_in_the_precision_of_a_trainer(
     scored = pipe(text(*ENGLISH), "--beam", "4", "--precision", precision, "--scores")
     assert [line.split("\t")[1] for line in scored] == expected
     assert scored != pipe(text(*ENGLISH), "--beam", "4", "--scores"), "float32 has other scores"
+
+
+def test_several_batches_at_once_are_those_one_after_the_other(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a thread, which computes by itself: same lines, same order, same scores."""
+    options = ["--beam", "3", "--batch_tokens", "12", "--scores"]
+    alone = pipe(text(*ENGLISH * 3), *options)
+    search, computing, both = BeamSearch.n_best, set(), threading.Barrier(2)
+
+    def watched(self: BeamSearch, *arguments: Any) -> Any:
+        if threading.get_ident() not in computing:
+            computing.add(threading.get_ident())
+            both.wait(60)  # until another thread has a batch too
+        assert torch.get_num_threads() == 1
+        return search(self, *arguments)
+
+    monkeypatch.setattr(BeamSearch, "n_best", watched)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert pipe(text(*ENGLISH * 3), *options) == alone
+    finally:
+        torch.set_num_threads(threads)
+    assert len(computing) == 2
 
 
 def test_nothing_that_may_come_loses_a_line(pipe: Pipe) -> None:
