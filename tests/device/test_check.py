@@ -49,6 +49,6 @@ def test_operations_are_those_that_torch_counts() -> None:
     (batch,) = check.batches(scale, 1)
     with FlopCounterMode(display=False) as counted:
         model.project(model(batch.source, batch.target[:, :-1]))
-    # Backward twice as many; what is computed again there is no part of the model. On a CPU attention fills its keys up,
+    # Backward twice as many; what is computed again there is no part of the model. On a CPU attention fills keys up,
     # which torch counts, and adds one product in place, which it does not.
     assert 3 * counted.get_total_flops() == pytest.approx(check.flops(scale, batch), rel=0.02)
