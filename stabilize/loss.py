@@ -16,6 +16,9 @@ ENTRIES_AT_ONCE = {True: 2**19, False: 2**26}
 
 LOGITS_AT_ONCE = {True: 2**21, False: 2**28}
 """Logits that are there together where the projection that makes them is part of the pass."""
+ROWS_AT_ONCE = 512
+"""Tokens whose logits are there together at least: at a large vocabulary the gradient by W is read and written each
+time, which takes as long as the product of fewer."""
 
 
 def smoothed_cross_entropy(
@@ -92,9 +95,12 @@ class _OfProjection(torch.autograd.Function):
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         learns = any(ctx.needs_input_grad)
         of_hidden = torch.empty_like(hidden) if learns else None
-        of_weight, of_bias = (torch.zeros_like(x) if learns and x is not None else None for x in (weight, bias))
+        wide = torch.promote_types(weight.dtype, torch.float32)  # else half precision rounds every sum
+        of_weight, of_bias = (
+            torch.zeros_like(x, dtype=wide) if learns and x is not None else None for x in (weight, bias)
+        )
         sums = hidden.new_zeros(2, dtype=torch.float32)
-        at_once = max(1, LOGITS_AT_ONCE[hidden.device.type == "cpu"] // len(weight))
+        at_once = max(ROWS_AT_ONCE, LOGITS_AT_ONCE[hidden.device.type == "cpu"] // len(weight))
         for start in range(0, len(hidden), at_once):
             part = slice(start, start + at_once)
             rows, count = kernels.rows(hidden[part], dtype), len(labels[part])
@@ -109,6 +115,7 @@ class _OfProjection(torch.autograd.Function):
             if of_bias is not None:
                 of_bias += logits.sum(0)
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
         loss, nll = sums.unbind()
         ctx.mark_non_differentiable(nll)
         return loss, nll
@@ -116,7 +123,8 @@ class _OfProjection(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        return *(None if made is None else made * grad for made in ctx.saved_tensors), None, None, None
+        made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return *(None if part is None else (part * grad).to(dtype) for part, dtype in made), None, None, None
 
 
 def _sums(

@@ -195,6 +195,7 @@ def test_loss_of_a_projection_is_that_of_its_logits(
     tokens: int, biased: bool, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("stabilize.loss.LOGITS_AT_ONCE", {True: entries})
+    monkeypatch.setattr("stabilize.loss.ROWS_AT_ONCE", 1)
     hidden, weight, bias, labels = projected(tokens)
     leaves = [hidden, weight, bias] if biased else [hidden, weight]
     plain = smoothed_cross_entropy(F.linear(*leaves), labels, 0.1, 1e-2)
@@ -224,6 +225,7 @@ def test_loss_of_a_projection_in_half_precision(dtype: torch.dtype, autocast: bo
 
 def test_never_more_logits_are_there_than_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stabilize.loss.LOGITS_AT_ONCE", {True: 7 * 20})
+    monkeypatch.setattr("stabilize.loss.ROWS_AT_ONCE", 1)
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -246,3 +248,15 @@ def test_evaluation_asks_for_no_gradient() -> None:
         loss, nll = projected_cross_entropy(hidden, weight, bias, labels, 0.0)
     assert not loss.requires_grad
     assert loss == nll
+
+
+def test_sums_over_many_parts_lose_nothing_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, of eight binary digits, a sum of 400 parts would stop growing."""
+    monkeypatch.setattr("stabilize.loss.LOGITS_AT_ONCE", {True: 1})
+    monkeypatch.setattr("stabilize.loss.ROWS_AT_ONCE", 1)
+    hidden = torch.ones(400, 6, dtype=torch.bfloat16, requires_grad=True)
+    weight, bias = (torch.zeros(size, dtype=torch.bfloat16, requires_grad=True) for size in ((20, 6), (20,)))
+    loss, _ = projected_cross_entropy(hidden, weight, bias, torch.zeros(400, dtype=torch.long), 0.0)
+    loss.backward()
+    torch.testing.assert_close(bias.grad[0].item(), -400 * 19 / 20, rtol=0.01, atol=0)
+    torch.testing.assert_close(weight.grad[:, 0].tolist(), bias.grad.tolist(), rtol=0.01, atol=0)
