@@ -45,7 +45,7 @@ class SkipCosts(pl.Callback):
         if batch_idx or trainer.sanity_checking or not trainer.is_global_zero:
             return
         metrics: dict[str, float] = {}
-        few = batch._replace(source=batch.source[: self.sentences], target=batch.target[: self.sentences])
+        few = batch.first(self.sentences)
 
         def nll() -> Any:
             with trainer.precision_plugin.forward_context():

@@ -26,3 +26,8 @@ class Batch(NamedTuple):
     source_text: tuple[str, ...] = ()
     references: tuple[tuple[str, ...], ...] = ()
     real: Tensor | None = None
+
+    def first(self, rows: int) -> Batch:
+        """The first pairs by themselves."""
+        tensors = self.source[:rows], self.target[:rows], self.index[:rows]
+        return Batch(*tensors, self.source_text[:rows], self.references[:rows])

@@ -30,16 +30,18 @@ def without(task: Any, stack: str, layer: int) -> Any:
 
 
 def test_each_layer_costs_what_the_model_without_it_loses(tmp_path: Path) -> None:
-    """On the first sentences of the validation text alone, which come longest first."""
+    """On the first sentences alone of a batch that has more."""
     task = small_task(encoder_layers=3, decoder_layers=2)
-    data = Sentences(evaluation_batch_tokens=100)
+    data = Sentences(evaluation_batch_tokens=1000)
     measured = SkipCosts(threshold=0.001, sentences=2)
     small_trainer(tmp_path, measured, limit_val_batches=1.0).validate(task, data, verbose=False)
     (found,) = [row for row in rows(tmp_path) if "effective_depth/encoder" in row]
     task.eval()
-    longest = sentence_batch(2, 4)
+    (batch,) = data.val_dataloader()
+    assert len(batch.index) > 2
+    few = sentence_batch(*batch.index[:2].tolist())
     for stack, depth in {"encoder": 3, "decoder": 2}.items():
-        costs = [nll(without(task, stack, k), longest) - nll(task, longest) for k in range(depth)]
+        costs = [nll(without(task, stack, k), few) - nll(task, few) for k in range(depth)]
         logged = [found[f"skip_cost/{stack}/layer_{k:03d}"] for k in range(1, depth + 1)]
         assert logged == pytest.approx(costs, abs=1e-5)
         assert max(map(abs, costs)) > 1e-3
