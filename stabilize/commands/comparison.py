@@ -23,7 +23,7 @@ from stabilize.commands.forks import LOST, Fork
 from stabilize.commands.mistakes import options
 from stabilize.errors import UserError
 from stabilize.report import read
-from stabilize.study import Cell
+from stabilize.study import NUMBERS, Cell
 from stabilize.study.outcome import numbers, outcome
 from stabilize.study.plan import UPDATES
 
@@ -65,6 +65,7 @@ class Comparison:
     """The runs of a study and what is known of them.
 
     A run that another study beside this one has made, with the same command line and the same configs, counts as made.
+    Where nothing is left of a study but results.csv and costs.csv, these tell of its runs.
 
     Args:
         folder: of the study.
@@ -81,8 +82,9 @@ class Comparison:
         self.under_way: list[Running] = []
         self.found: dict[str, dict[str, Any]] = {}
         self._asked = {cell.name: _hash(cell) for cell in cells}
+        told = _told(folder)
         for cell in cells:
-            found = _result(self._place(cell))
+            found = _result(self._place(cell)) or told.get(cell.name)
             if found is not None:
                 if found["asked"] != self._asked[cell.name]:
                     raise UserError(
@@ -90,7 +92,8 @@ class Comparison:
                         "has now; --out names another folder"
                     )
                 self.found[cell.name] = found
-        elsewhere = {}
+        others = [one for one in sorted(folder.parent.glob("*/")) if one != folder]
+        elsewhere = {found["asked"]: found for other in others for found in _told(other).values()}
         for path in sorted(folder.parent.glob("*/cells/*/result.json")):
             if (found := _result(path)) is not None:
                 elsewhere[found["asked"]] = found
@@ -199,6 +202,7 @@ class Comparison:
                 "verdict": found["verdict"],
                 **found["numbers"],
                 "command": found["command"],
+                "asked": found["asked"],
             }
             for cell, found in known
         ]
@@ -224,6 +228,23 @@ def _result(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) and "asked" in found else None
+
+
+def _told(folder: Path) -> dict[str, dict[str, Any]]:
+    """Of a study of which nothing is left but results.csv and costs.csv, what they tell of its runs, by name."""
+    if (folder / "cells").is_dir():
+        return {}
+    costs = {row["run"]: row for row in read_csv(folder / "costs.csv")}
+    return {
+        row["run"]: {
+            **{key: row[key] for key in ("asked", "command", "outcome", "verdict")},
+            "numbers": {column: row[column] for column in NUMBERS},
+            **{key: float(costs[row["run"]][key] or "nan") for key in COSTS},
+            "folder": None,
+        }
+        for row in read_csv(folder / "results.csv")
+        if row["run"] in costs and row.keys() >= {"asked", *NUMBERS}
+    }
 
 
 def _expected(cell: Cell, known: Sequence[tuple[Cell, float]], cost: Callable[[float], float]) -> float:
@@ -257,6 +278,14 @@ def _hash(cell: Cell) -> str:
         if option == "-c":
             told.update(Path(value).read_bytes())
     return told.hexdigest()
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    """The rows that `write_csv` wrote; none where there is no file."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

@@ -114,7 +114,15 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
         assert row == rows[row["run"].removeprefix("small-")] | {"run": row["run"]}
     assert "a1: " in capsys.readouterr().out
 
-    row = rows["post_ln-seed=1"]
+    shutil.rmtree(folder / "cells")  # the tables alone tell of the runs, here and to another study beside it
+    shutil.rmtree(here / "studies" / "both")
+    for study in ("small.yaml", "both.yaml"):
+        assert main(["compare", study, "--dry-run"]) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "0 of 2 runs are left, about 0 min with --jobs 1"
+        assert main(["compare", study]) == 0
+    assert (folder / "results.csv").read_bytes() == before
+    assert not list((here / "studies").glob("*/cells/*/log.txt"))
+
     (here / "small.yaml").write_text(STUDY.replace("0.01", "0.02"))
     assert main(["compare", "small.yaml"]) == 2
     assert "was run with another command line, or other configs, than the study has now" in capsys.readouterr().err
