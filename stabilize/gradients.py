@@ -68,7 +68,7 @@ class Gradients:
     def _measure(self) -> None:
         """Take the norms, once, whoever asks, until a gradient changes."""
         gradients = self.there
-        stand = [(id(gradient), gradient._version) for gradient in gradients]
+        stand = [(id(gradient), stats.local(gradient)._version) for gradient in gradients]
         if self._stand != stand:
             self._stand = stand
             self._norms = stats.norm_of_each(gradients) if gradients else torch.zeros(0)

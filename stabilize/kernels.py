@@ -52,8 +52,9 @@ def _kept(x: Tensor, rate: float) -> Tensor:
     """What dropout multiplies the entries of `x` by: 0, or 1 / (1 - rate)."""
     words = SFC64(int(torch.randint(2**63 - 1, ()))).random_raw((x.numel() + 3) // 4)
     draws = torch.from_numpy(words.view(np.int16))[: x.numel()].view(x.shape)
+    least = min(round(rate * 65536), 65535) - 32768
     # Written as numbers at once: truth values would be read and converted in two more passes.
-    kept = torch.ge(draws, round(rate * 65536) - 32768, out=torch.empty(x.shape, dtype=x.dtype))
+    kept = torch.ge(draws, least, out=torch.empty(x.shape, dtype=x.dtype))
     return kept.mul_(1 / (1 - rate))
 
 
@@ -62,8 +63,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = computed_in(x)
     if not _eager_on_cpu(x):
         return F.linear(x, weight, bias)
-    if _arranged is not None and isinstance(weight, nn.Parameter) and not torch.is_grad_enabled():
-        return _arranged(x, weight, bias, dtype)
+    arranged = _arranged
+    if arranged is not None and isinstance(weight, nn.Parameter) and not torch.is_grad_enabled():
+        return arranged(x, weight, bias, dtype)
     # Decoding has ever new sizes, for which oneDNN compiles anew; in half precision nothing else is fast.
     if not _is_for_onednn(x, weight, dtype) or not (torch.is_grad_enabled() or dtype in HALF):
         return F.linear(x, weight, bias)
@@ -84,10 +86,7 @@ class _Arranged:
         if key not in self._weights:  # with the weight itself, so that its number is not given away
             arranged = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), ROWS)
             self._weights[key] = weight, arranged
-        filled = x.reshape(-1, x.size(-1)).to(dtype)
-        rows = len(filled)
-        if more := -rows % max(4, 2 ** (rows.bit_length() - 6)):  # for few shapes, as in `_fill`
-            filled = F.pad(filled, (0, 0, 0, more))
+        rows, filled = x.numel() // x.size(-1), _fill(x, dtype, 4)
         bias = None if bias is None else bias.detach().to(dtype)
         y = torch.ops.mkldnn._linear_pointwise(filled, self._weights[key][1], bias, "none", [], "")
         return cast(Tensor, y[:rows].view(*x.shape[:-1], len(weight)))
@@ -168,11 +167,14 @@ def rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     return _fill(x, dtype) if dtype in HALF and _eager_on_cpu(x) else x.reshape(-1, x.size(-1)).to(dtype)
 
 
-def _fill(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[..., width]` as `[rows, width]`, with zeros behind: 32 numbers of rows between one and twice as many."""
+def _fill(x: Tensor, dtype: torch.dtype, step: int = 32) -> Tensor:
+    """`[..., width]` as `[rows, width]`, with zeros behind: 32 numbers of rows between one and twice as many, but
+    multiples of `step` alone."""
     rows = x.numel() // x.size(-1)
-    step = max(32, 2 ** (rows.bit_length() - 6))
-    filled = torch.empty(rows + -rows % step, x.size(-1), dtype=dtype)
+    more = -rows % max(step, 2 ** (rows.bit_length() - 6))
+    if not more:
+        return x.reshape(-1, x.size(-1)).to(dtype).contiguous()
+    filled = torch.empty(rows + more, x.size(-1), dtype=dtype)
     filled[:rows].view(x.shape).copy_(x)
     filled[rows:].zero_()
     return filled

@@ -15,7 +15,8 @@ ENTRIES_AT_ONCE = {True: 2**19, False: 2**26}
 """Logits whose loss is computed together: on a CPU as many as its cache holds, elsewhere as many as memory bears."""
 
 LOGITS_AT_ONCE = {True: 2**21, False: 2**28}
-"""Logits that are there together where the projection that makes them is part of the pass."""
+"""Logits that are there together where the projection that makes them is part of the pass, but those of `ROWS_AT_ONCE`
+tokens at least."""
 ROWS_AT_ONCE = 512
 """Tokens whose logits are there together at least: at a large vocabulary the gradient by W is read and written each
 time, which takes as long as the product of fewer."""
@@ -38,7 +39,7 @@ def smoothed_cross_entropy(
         smoothing: share of the weight that is spread over the vocabulary.
         z_loss: weight of (log Z)^2.
     """
-    loss, nll = _OfLogits.apply(logits, labels, smoothing, z_loss)
+    loss, nll = _OfLogits.apply(logits, labels, smoothing, z_loss, torch.is_grad_enabled())
     return loss, nll
 
 
@@ -55,7 +56,7 @@ def projected_cross_entropy(
     """
     if kernels.computed_in(hidden) == torch.float16:  # whose gradients are too small before they are scaled
         return smoothed_cross_entropy(kernels.linear(hidden, weight, bias), labels, smoothing, z_loss)
-    loss, nll = _OfProjection.apply(hidden, weight, bias, labels, smoothing, z_loss)
+    loss, nll = _OfProjection.apply(hidden, weight, bias, labels, smoothing, z_loss, torch.is_grad_enabled())
     return loss, nll
 
 
@@ -63,14 +64,16 @@ class _OfLogits(torch.autograd.Function):
     """The gradient by the logits is made with the loss.
 
     At a vocabulary of thousands torch's own way through nll_loss and mean reads and writes tensors of the logits' size
-    ten times, in float32.
+    ten times, in float32. `learns` is false where gradients are off, which `ctx` does not know.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, smoothing: float, z_loss: float, learns: bool
+    ) -> tuple[Tensor, Tensor]:
         # In float16 the small ones would be lost before they are scaled.
         kept = torch.float32 if logits.dtype == torch.float16 else logits.dtype
-        gradient = torch.empty_like(logits, dtype=kept) if ctx.needs_input_grad[0] else None
+        gradient = torch.empty_like(logits, dtype=kept) if learns and ctx.needs_input_grad[0] else None
         sums = _sums(logits, labels, smoothing, z_loss, gradient)
         ctx.save_for_backward(gradient)
         ctx.dtype = logits.dtype
@@ -79,9 +82,9 @@ class _OfLogits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
-        return (gradient * grad).to(ctx.dtype), None, None, None
+        return (gradient * grad).to(ctx.dtype), None, None, None, None
 
 
 class _OfProjection(torch.autograd.Function):
@@ -89,11 +92,18 @@ class _OfProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, smoothing: float, z_loss: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        smoothing: float,
+        z_loss: float,
+        learns: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = kernels.computed_in(hidden)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
-        learns = any(ctx.needs_input_grad)
+        learns = learns and any(ctx.needs_input_grad)
         of_hidden = torch.empty_like(hidden) if learns else None
         wide = torch.promote_types(weight.dtype, torch.float32)  # else half precision rounds every sum
         of_weight, of_bias = (
@@ -124,7 +134,7 @@ class _OfProjection(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         made = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return *(None if part is None else (part * grad).to(dtype) for part, dtype in made), None, None, None
+        return *(None if part is None else (part * grad).to(dtype) for part, dtype in made), None, None, None, None
 
 
 def _sums(

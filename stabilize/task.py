@@ -334,7 +334,7 @@ class TranslationTask(LightningModule):
         self._watch_gradients(optimizer)
 
     def _watch_gradients(self, optimizer: Optimizer) -> None:
-        self.gradients = Gradients.of(optimizer, (self.model.output or self.model.target_embedding).weight)
+        self.gradients = Gradients.of(optimizer, self.model.classifier)
 
     def on_after_backward(self) -> None:
         """After the update's last batch, divide its gradients by its tokens; callbacks then see the true ones.

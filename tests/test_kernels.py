@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import stabilize
 from stabilize import kernels
@@ -18,11 +20,17 @@ rates = pytest.mark.parametrize("rate", [0.1, 0.3, 0.5, 0.9])
 COUNT = 1 << 18
 
 
+@pytest.mark.parametrize("rate", [0.99999, 0.9999999])
+def test_hardly_anything_may_be_left(rate: float) -> None:
+    """The greatest rate that 16 bits tell from one drops all but one in 65,536."""
+    assert kept((COUNT,), rate).mean().item() == pytest.approx(1 / 65536, abs=5 / 65536)
+
+
 def kept(shape: tuple[int, ...], rate: float) -> Tensor:
     return (kernels.dropout(torch.ones(shape), rate) != 0).double()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(0, 16), (1, 16), (7, 16), (33, 16), (5, 7, 16), (2, 300, 16)])
 def test_linear_is_torchs_forward_and_backward(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -100,6 +108,37 @@ def test_weights_that_stay_may_be_arranged(
                     assert mine.dtype == plain.dtype
                     tolerance = 0.02 if plain.dtype in kernels.HALF else 1e-4
                     torch.testing.assert_close(mine, plain, rtol=tolerance, atol=tolerance)
+
+
+class Calls(TorchDispatchMode):
+    """What is asked of torch's operations, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not kernels._has_onednn(torch.float32), reason="torch has no oneDNN here")
+def test_a_weight_is_arranged_once() -> None:
+    x, weight = torch.randn(8, 16), torch.nn.Parameter(torch.randn(24, 16))
+    with torch.no_grad(), kernels.constant_weights(), Calls() as calls:
+        for _ in range(3):
+            kernels.linear(x, weight)
+    assert calls.names.count("_reorder_linear_weight") == 1
+    assert calls.names.count("_linear_pointwise") == 3
+
+
+@pytest.mark.skipif(not kernels._has_onednn(torch.float32), reason="torch has no oneDNN here")
+def test_large_products_are_onednns_in_training_alone() -> None:
+    x, weight = torch.randn(1024, 256), torch.randn(256, 256, requires_grad=True)
+    for grad, made in ((True, 1), (False, 0)):
+        with torch.set_grad_enabled(grad), Calls() as calls:
+            kernels.linear(x, weight)
+        assert calls.names.count("_linear_pointwise") == made
 
 
 def test_weights_are_not_arranged_where_they_may_change() -> None:

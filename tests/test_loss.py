@@ -242,12 +242,26 @@ def test_never_more_logits_are_there_than_are_made_at_once(monkeypatch: pytest.M
     assert largest == hidden.numel() == 300 < 50 * 20
 
 
-def test_evaluation_asks_for_no_gradient() -> None:
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in ("mm", "addmm", "linear", "_linear_pointwise")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_evaluation_makes_no_gradient(off: Any) -> None:
     hidden, weight, bias, labels = projected(9)
-    with torch.no_grad():
+    with Products() as training:
+        projected_cross_entropy(hidden, weight, bias, labels, 0.0)
+    with off(), Products() as evaluation:
         loss, nll = projected_cross_entropy(hidden, weight, bias, labels, 0.0)
     assert not loss.requires_grad
     assert loss == nll
+    assert (training.count, evaluation.count) == (3, 1)
 
 
 def test_sums_over_many_parts_lose_nothing_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from stabilize import kernels
 from stabilize.cli import main
 from stabilize.commands.translate import Translator
 from stabilize.data import ParallelText
@@ -97,9 +98,11 @@ def test_batches_and_processes_change_no_byte_and_scores_are_those_of_the_sacreb
     found = {processes: files_written(task, tmp_path, processes, folder=str(processes)) for processes in (1, 2, 3)}
     assert found[1] == found[2] == found[3]
 
-    one_by_one = Translator(task.eval(), task.search, batch_tokens=1)
     sources = (tmp_path / "test.en").read_bytes().split(b"\n")[:-1]
-    assert "".join(f"{text}\n" for ((text, _),) in one_by_one(sources)).encode() == found[1]["test.txt"]
+    with kernels.constant_weights():  # as `stabilize translate` has it
+        for tokens in (1, 300, 4096):
+            translations = Translator(task.eval(), task.search, batch_tokens=tokens)(sources)
+            assert "".join(f"{text}\n" for ((text, _),) in translations).encode() == found[1]["test.txt"]
 
     facts = json.loads(found[1]["test.json"])
     assert facts["lines"] == facts["of"] == len((tmp_path / "test.de").read_bytes().split(b"\n")) - 1

@@ -6,7 +6,7 @@ import contextlib
 import io
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -25,6 +25,8 @@ from stabilize.errors import UserError
 from stabilize.study import FAILURES, Cell, Study, base, cells
 from stabilize.study.answer import RULES
 from stabilize.study.claims import RULE, judge
+from stabilize.study.results import Results, markdown
+from stabilize.study.table import Row
 
 ABOUT = """Carry out a study: one `stabilize fit` for each point of its grid, each in a process and a run folder of its
 own. Runs that diverge or crash are results. What is finished is never run again: after Ctrl-C or a kill the same
@@ -205,22 +207,27 @@ def compare(words: Sequence[str]) -> int:
     return 0
 
 
+def results_of(study: Study, rows: Sequence[Row], significance: Sequence[Mapping[str, str]] = ()) -> Results:
+    """All that the rows of results.csv, and of significance.csv, say of a study."""
+    keys = [key for key in study.keys if key != "seed"]
+    if study.answer == "claims":
+        return Results(study.question, keys, rows, [RULE], judge(rows))
+    return Results(study.question, keys, rows, RULES[study.answer](rows, keys), significance=significance)
+
+
 def conclude(study: Study, comparison: Comparison) -> None:
     """Print the tables and the answer of a study, and write them, the page and the figures into its folder."""
     # What takes seconds to be imported, and a dry run does without.
     from stabilize.study import figures, significance
     from stabilize.study.maps import frontiers, maps
     from stabilize.study.page import page
-    from stabilize.study.results import Results, markdown
 
-    keys, rows, folder = [key for key in study.keys if key != "seed"], comparison.rows, comparison.folder
-    if study.answer == "claims":
-        results = Results(study.question, keys, rows, [RULE], judge(rows))
-    else:
+    rows, folder, results = comparison.rows, comparison.folder, results_of(study, comparison.rows)
+    if not results.judged:
         with Console(stderr=True).status("") as status:
-            tests = significance.compared(rows, keys, comparison.folders, status.update)
-        results = Results(study.question, keys, rows, RULES[study.answer](rows, keys), significance=tests)
-        figures.write(folder / "figures", [*maps(rows, keys), *frontiers(rows, keys)])
+            tests = significance.compared(rows, results.keys, comparison.folders, status.update)
+        results = results_of(study, rows, tests)
+        figures.write(folder / "figures", [*maps(rows, results.keys), *frontiers(rows, results.keys)])
         write_csv(folder / "significance.csv", tests)
     (folder / "answer.md").write_text(markdown(results), encoding="utf-8")
     (folder / "study.html").write_text(page(results), encoding="utf-8")

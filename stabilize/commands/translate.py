@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from lightning.fabric.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from rich.console import Console
 from torch.nn.utils.rnn import pad_sequence
 
@@ -84,12 +83,13 @@ def lines_of(descriptor: int, most: int) -> Iterator[list[bytes]]:
 class Translator:
     """Translates lines, on a CPU as many batches at once as there are threads, each in one.
 
-    The small products of a step gain little from a second thread, which a batch of its own keeps busy.
+    The small products of a step gain little from a second thread, which a batch of its own keeps busy. What is a single
+    batch has all threads.
 
     Args:
         task: with the model, in evaluation.
         search: for hypotheses.
-        precision: what computes as `trainer.precision` does; none: as the weights are.
+        autocast: what products are made in; none: as the weights are.
         count: hypotheses of each line.
         batch_tokens: budget of a batch, rows x longest source.
         longest: tokens of a source line that are read, the end included.
@@ -105,7 +105,7 @@ class Translator:
         self,
         task: TranslationTask,
         search: BeamSearch,
-        precision: Precision | None = None,
+        autocast: torch.dtype | None = None,
         *,
         count: int = 1,
         batch_tokens: int = 4096,
@@ -113,10 +113,10 @@ class Translator:
         unescape: bool = False,
     ) -> None:
         self.task, self.search, self.count, self.batch_tokens = task, search, count, batch_tokens
-        self.precision = precision or Precision()
+        self.autocast = autocast
         self.unescape = unescape
-        at_once = torch.get_num_threads() if task.device.type == "cpu" else 1
-        self._workers = ThreadPoolExecutor(at_once, initializer=_in_one_thread, initargs=(task.device,))
+        self._at_once = torch.get_num_threads() if task.device.type == "cpu" else 1
+        self._workers = ThreadPoolExecutor(self._at_once, initializer=_in_one_thread, initargs=(task.device,))
         self.longest = min(longest, task.model.longest or longest)
         self.lines, self.truncated = 0, 0
         self.faults: Counter[str] = Counter()
@@ -127,9 +127,12 @@ class Translator:
         found = [[("", Hypothesis([], 0.0, False))] for _ in source]
         written = [row for row, tokens in enumerate(source) if tokens]
         lengths = np.array([len(source[row]) for row in written], dtype=np.int64)
-        batches = TokenBatches(lengths, lengths, tokens=self.batch_tokens, shuffle=False, evaluation=True)
+        share = -(-len(written) // self._at_once) * int(lengths.max(initial=1))  # about one batch for each thread
+        budget = max(1, min(self.batch_tokens, share))
+        batches = TokenBatches(lengths, lengths, tokens=budget, shuffle=False, evaluation=True)
         rows_of = [[written[place] for place in batch] for batch in batches]
-        best_of = self._workers.map(self._best, ([source[row] for row in rows] for rows in rows_of))
+        each = map if len(rows_of) == 1 else self._workers.map
+        best_of = each(self._best, ([source[row] for row in rows] for rows in rows_of))
         for rows, best in zip(rows_of, best_of, strict=True):
             for row, hypotheses in zip(rows, best, strict=True):
                 found[row] = [(self.task.tokenizer.decode(hypothesis.ids), hypothesis) for hypothesis in hypotheses]
@@ -139,7 +142,7 @@ class Translator:
     def _best(self, source: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
         """The best hypotheses of the sentences of a batch."""
         padded = pad_sequence([torch.tensor(tokens) for tokens in source], batch_first=True, padding_value=PAD)
-        with self.precision.forward_context():
+        with torch.autocast(self.task.device.type, self.autocast, enabled=self.autocast is not None):
             return self.search.n_best(self.task.model, padded.to(self.task.device), self.count)
 
     def close(self) -> None:
@@ -233,13 +236,6 @@ def device_of(name: str) -> torch.device:
         raise UserError(f"device is {name}, which is not there; cpu would do ({str(error).splitlines()[0]})") from error
 
 
-def precision_of(name: str, device: torch.device) -> Precision:
-    """What converts weights and computes as `trainer.precision` does."""
-    if name == "bf16-mixed":
-        return MixedPrecision("bf16-mixed", device.type)
-    return HalfPrecision("bf16-true") if name == "bf16-true" else Precision()
-
-
 def translate(words: list[str]) -> int:
     """Carry out `stabilize translate`."""
     parser = Parser("translate", ABOUT)
@@ -280,12 +276,11 @@ def translate(words: list[str]) -> int:
         raise UserError("checkpoint is last, but no run in runs has one")
 
     kernels.keep_freed_memory()
-    precision, task = precision_of(chosen.precision, device), load(path)
-    precision.convert_module(task)
+    task = load(path).to(device)
     translator = Translator(
-        task.to(device),
+        task.to(torch.bfloat16) if chosen.precision == "bf16-true" else task,
         search,
-        precision,
+        torch.bfloat16 if chosen.precision == "bf16-mixed" else None,
         count=count,
         batch_tokens=chosen.batch_tokens,
         longest=chosen.maximum_source,

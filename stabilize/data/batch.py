@@ -30,4 +30,5 @@ class Batch(NamedTuple):
     def first(self, rows: int) -> Batch:
         """The first pairs by themselves."""
         tensors = self.source[:rows], self.target[:rows], self.index[:rows]
-        return Batch(*tensors, self.source_text[:rows], self.references[:rows])
+        real = None if self.real is None else self.real[self.real < rows * (self.target.size(1) - 1)]
+        return Batch(*tensors, self.source_text[:rows], self.references[:rows], real)

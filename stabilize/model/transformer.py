@@ -178,6 +178,11 @@ class EncoderDecoder(nn.Module):
         return self.target_embedding.longest
 
     @property
+    def classifier(self) -> nn.Parameter:
+        """The weight that makes logits."""
+        return (self.output or self.target_embedding).weight
+
+    @property
     def layers(self) -> list[Layer]:
         """All layers, the encoder's first."""
         return [*self.encoder.layers, *self.decoder.layers]

@@ -163,7 +163,7 @@ class ZClip(Clipping):
 
     @torch.no_grad()
     def clip(self, gradients: Gradients) -> None:
-        norm = float(gradients.norm)
+        norm = float(gradients.norm)  # for which the host waits for the device
         if not gradients.there or not math.isfinite(norm):
             return
         usual = self._usual(norm)

@@ -122,6 +122,28 @@ def test_several_batches_at_once_are_those_one_after_the_other(pipe: Pipe, monke
     assert len(computing) == 2
 
 
+def test_few_lines_are_shared_out_and_one_line_has_all_threads(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search, seen = BeamSearch.n_best, []
+
+    def watched(self: BeamSearch, model: Any, source: torch.Tensor, count: int) -> Any:
+        seen.append((len(source), torch.get_num_threads()))
+        return search(self, model, source, count)
+
+    monkeypatch.setattr(BeamSearch, "n_best", watched)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        translator = Translator(TranslationTask.load_from_checkpoint(checkpoint).eval(), BeamSearch(beam=1))
+        translator([line.encode() for line in ENGLISH[:1] * 6])
+        assert seen == [(3, 1), (3, 1)]
+        translator([ENGLISH[0].encode()])
+        assert seen[2:] == [(1, 2)]
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_nothing_that_may_come_loses_a_line(pipe: Pipe) -> None:
     """A byte-order mark, CRLF, a lone CR, NUL, what is not UTF-8, U+2028, a very long line, no line feed at the end."""
     good = ENGLISH[1].encode()

@@ -30,9 +30,7 @@ class PlainLoop:
         self.task = self.trainer.precision_plugin.convert_module(task).train()
         configured = self.task.configure_optimizers()
         self.optimizer, self.schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-        model = self.task.model
-        self.gradients = Gradients.of(self.optimizer, (model.output or model.target_embedding).weight)
-        self._parts = [part for part in model.modules() if isinstance(part, Part)]
+        self._parts = [part for part in self.task.model.modules() if isinstance(part, Part)]
         self._made = 0
 
     def update(self, batches: Sequence[Batch]) -> None:
@@ -47,10 +45,13 @@ class PlainLoop:
                 loss, _, count = self.task.loss(batch)
             (loss / LOSS_UNIT).backward()
             tokens += count
-        torch._foreach_mul_(self.gradients.there, LOSS_UNIT / tokens)
-        self.task.clipping.clip(self.gradients)
+        gradients = Gradients.of(self.optimizer, self.task.model.classifier)
+        torch._foreach_mul_(gradients.there, LOSS_UNIT / tokens)
+        self.task.clipping.clip(gradients)
         if self.trainer.gradient_clip_val:
-            torch.nn.utils.clip_grad_norm_(self.gradients.parameters, self.trainer.gradient_clip_val)
+            by_value = self.trainer.gradient_clip_algorithm == "value"
+            clip = torch.nn.utils.clip_grad_value_ if by_value else torch.nn.utils.clip_grad_norm_
+            clip(gradients.parameters, self.trainer.gradient_clip_val)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.schedule.step()
