@@ -18,13 +18,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stabilize.commands import mistakes, strict_yaml, training
-from stabilize.commands.comparison import Comparison, alone, write_csv
+from stabilize.commands.comparison import Comparison, alone, read_csv, write_csv
 from stabilize.commands.overlays import paths_of
 from stabilize.commands.words import Parser
 from stabilize.errors import UserError
 from stabilize.study import FAILURES, Cell, Study, base, cells
-from stabilize.study.answer import RULES
+from stabilize.study.answer import NEEDED, RULES
 from stabilize.study.claims import RULE, judge
+from stabilize.study.plan import short
 from stabilize.study.results import Results, markdown
 from stabilize.study.table import Row
 
@@ -44,11 +45,15 @@ def study_of(path: Path) -> Study:
     parser.add_class_arguments(Study)
     mistakes.check(parser, ["--config", str(path)])
     try:
-        return Study(**parser.parse_object(strict_yaml.read(path)).as_dict())
+        study = Study(**parser.parse_object(strict_yaml.read(path)).as_dict())
     except UserError:
         raise
     except Exception as error:
         raise UserError(f"{path}: {mistakes.one_line(error)}") from error
+    for key in NEEDED.get(study.answer, ()):
+        if key not in study.keys:
+            raise UserError(f"answer of {path} is {study.answer}, which needs {short(key)} in the grid")
+    return study
 
 
 def plan(path: Path, study: Study, threads: int) -> list[Cell]:
@@ -225,7 +230,8 @@ def conclude(study: Study, comparison: Comparison) -> None:
     rows, folder, results = comparison.rows, comparison.folder, results_of(study, comparison.rows)
     if not results.judged:
         with Console(stderr=True).status("") as status:
-            tests = significance.compared(rows, results.keys, comparison.folders, status.update)
+            found = significance.compared(rows, results.keys, comparison.folders, status.update)
+        tests = found or read_csv(folder / "significance.csv")  # of before, where translations are gone
         results = results_of(study, rows, tests)
         figures.write(folder / "figures", [*maps(rows, results.keys), *frontiers(rows, results.keys)])
         write_csv(folder / "significance.csv", tests)

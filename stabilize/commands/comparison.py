@@ -65,7 +65,7 @@ class Comparison:
     """The runs of a study and what is known of them.
 
     A run that another study beside this one has made, with the same command line and the same configs, counts as made.
-    Where nothing is left of a study but results.csv and costs.csv, these tell of its runs.
+    Of a run whose folder is gone, results.csv and costs.csv tell.
 
     Args:
         folder: of the study.
@@ -84,7 +84,9 @@ class Comparison:
         self._asked = {cell.name: _hash(cell) for cell in cells}
         told = _told(folder)
         for cell in cells:
-            found = _result(self._place(cell)) or told.get(cell.name)
+            place = self._place(cell)
+            # A run whose folder is there and has no result was ended, whatever a table of before says.
+            found = _result(place) if place.parent.exists() else told.get(cell.name)
             if found is not None:
                 if found["asked"] != self._asked[cell.name]:
                     raise UserError(
@@ -97,8 +99,10 @@ class Comparison:
         for path in sorted(folder.parent.glob("*/cells/*/result.json")):
             if (found := _result(path)) is not None:
                 elsewhere[found["asked"]] = found
-        taken = {cell.name: elsewhere.get(self._asked[cell.name]) for cell in self.left}
-        self.found |= {name: found for name, found in taken.items() if found is not None}
+        elsewhere |= {found["asked"]: found for found in self.found.values()}
+        for cell in cells:
+            if cell.name not in self.found and self._asked[cell.name] in elsewhere:
+                self.found[cell.name] = elsewhere[self._asked[cell.name]]
         self.without: dict[str, str] = {}
         """Why runs have no result."""
         self._estimated: tuple[int, float | None] = (-1, None)
@@ -106,8 +110,9 @@ class Comparison:
 
     @property
     def left(self) -> list[Cell]:
-        """Runs without a result."""
-        return [cell for cell in self.cells if cell.name not in self.found]
+        """Runs without a result, each once where several points of the grids ask for the same."""
+        without = [cell for cell in self.cells if cell.name not in self.found]
+        return list({self._asked[cell.name]: cell for cell in reversed(without)}.values())[::-1]
 
     @property
     def seconds_left(self) -> float | None:
@@ -179,7 +184,9 @@ class Comparison:
             "tokens_per_second": whole.last("train/tokens_per_second") if whole is not None else None,
             "folder": str(folders[0].relative_to(self.folder.parent)) if folders else None,
         }
-        self._keep(run.cell, found)
+        for cell in self.cells:
+            if self._asked[cell.name] == found["asked"]:
+                self._keep(cell, found)
         self.write()
 
     def _keep(self, cell: Cell, found: dict[str, Any]) -> None:
@@ -231,15 +238,13 @@ def _result(path: Path) -> dict[str, Any] | None:
 
 
 def _told(folder: Path) -> dict[str, dict[str, Any]]:
-    """Of a study of which nothing is left but results.csv and costs.csv, what they tell of its runs, by name."""
-    if (folder / "cells").is_dir():
-        return {}
+    """What results.csv and costs.csv tell of the runs of a study, by name."""
     costs = {row["run"]: row for row in read_csv(folder / "costs.csv")}
     return {
         row["run"]: {
             **{key: row[key] for key in ("asked", "command", "outcome", "verdict")},
             "numbers": {column: row[column] for column in NUMBERS},
-            **{key: float(costs[row["run"]][key] or "nan") for key in COSTS},
+            **{key: float(cost) if (cost := costs[row["run"]][key]) else None for key in COSTS},
             "folder": None,
         }
         for row in read_csv(folder / "results.csv")

@@ -49,20 +49,29 @@ def strategies(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     return said
 
 
+def stable_told(rate: float | None, tried: Iterable[Line]) -> str:
+    """The largest stable learning rate of those that were tried."""
+    if rate is None:
+        return "none"
+    return f"{number(rate)}" + (
+        " or more" if rate == max(float(line.values["learning_rate"]) for line in tried) else ""
+    )
+
+
 def frontier(rows: Sequence[Row], keys: Sequence[str]) -> list[str]:
     """The largest learning rate at which every seed trains, by strategy and depth."""
     said = []
     for strategy, own in _by(lines(rows, keys), "strategy"):
         parts = []
         for _, at_depth in _by(own, "depth"):
-            stable, (best,) = largest_stable(at_depth), at_best(at_depth)
+            stable, best = largest_stable(at_depth), min(at_depth, key=lambda line: line.rank)
             depth = best.values["depth"]
             if stable is None:
                 fates = _list(dict.fromkeys(line.fate for line in at_depth if line.failed))
                 parts.append(f"none at {depth} layers ({fates})")
             else:
                 rate = float(best.values["learning_rate"])
-                parts.append(f"{number(stable)} at {depth} layers (lowest nll at {number(rate)})")
+                parts.append(f"{stable_told(stable, at_depth)} at {depth} layers (lowest nll at {number(rate)})")
         said.append(f"{strategy}: the largest learning rate at which every seed trains is {_list(parts)}.")
     return said
 
@@ -133,6 +142,13 @@ def gap_of(line: Line) -> Mean | None:
     known = [val - train for val, train in pairs if val is not None and train is not None]
     return Mean(tuple(known)) if known else None
 
+
+NEEDED = {
+    "frontier": ("depth", "learning_rate"),
+    "warmup": ("depth", WARMUP),
+    "epsilon": (EPSILON, PRECISION),
+}
+"""Columns that a rule looks at beside the strategy."""
 
 RULES: dict[str, Callable[[Sequence[Row], Sequence[str]], list[str]]] = {
     "strategies": strategies,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stabilize.findings import number
+from stabilize.study.answer import stable_told
 from stabilize.study.plan import place_of
 from stabilize.study.table import SHOWN, Kind, Line, Row, at_best, largest_stable, lines
 
@@ -54,10 +56,10 @@ def frontiers(rows: Sequence[Row], keys: Sequence[str]) -> list[Map]:
         places = {(line.values["learning_rate"], line.values["depth"]): line for line in own}
         depths = _in_order(line.values["depth"] for line in own)
         largest = {depth: largest_stable(line for (_, at), line in places.items() if at == depth) for depth in depths}
-        said = ", ".join(f"{depth} layers {number(rate) if rate else 'none'}" for depth, rate in largest.items())
+        said = ", ".join(f"{depth} layers {stable_told(rate, own)}" for depth, rate in largest.items())
         found.append(
             Map(
-                f"frontier_{strategy}",
+                f"frontier_{Path(strategy).stem}",
                 f"{strategy}: largest stable learning rate: {said}",
                 "fate",
                 _in_order(line.values["learning_rate"] for line in own),

@@ -29,16 +29,19 @@ NUMBERS: dict[str, tuple[str, Literal["last", "first", "largest", "mean of the l
 }
 """Columns of results.csv: the metric, and which of its values; `largest` is that of any layer at the last record."""
 
+STUCK_AT_END = 0.95
+"""Share of the entropy of single words."""
+
 FAILURES = {
     "diverged": "loss or gradient norm not finite, or training nll to the end more than "
     f"{ABOVE_START:g} nat above its beginning",
     "stuck": f"training nll fell by less than {STUCK_FALL:.0%} from the third to the last quarter and stands above "
-    f"{STUCK_ENTROPY:.0%} of the entropy of single words, or it falls and stands above all of it in the last quarter "
+    f"{STUCK_ENTROPY:.0%} of the entropy of single words, or stands above {STUCK_AT_END:.0%} of it in the last quarter "
     f"(not before {STUCK_UPDATES} updates)",
     "crashed": "ended with an error",
 }
 """Outcomes of a run that did not train, and how they are told; `stabilize/findings.py` finds them, but for what may be
-called so at the end alone: a run that knows less than how frequent words are."""
+called so at the end alone: a run that knows little more than how frequent words are, though its nll still falls."""
 
 
 def outcome(run: Run | None, code: int) -> str:
@@ -52,7 +55,7 @@ def outcome(run: Run | None, code: int) -> str:
     if run.updates < STUCK_UPDATES:
         return "trained"
     nll, entropy = number(run, *NUMBERS["train_nll"]), run.diary.entropy
-    return "stuck" if nll is not None and entropy is not None and nll > entropy else "trained"
+    return "stuck" if nll is not None and entropy is not None and nll > STUCK_AT_END * entropy else "trained"
 
 
 def numbers(run: Run | None) -> dict[str, str]:

@@ -15,17 +15,20 @@ from stabilize.study.table import SHOWN, Line, Mean, Row, at_best, lines
 
 WITH_INTERVAL = ("val_nll", "test_bleu")
 
+FATES = "; ".join(f"{name}: {said}" for name, said in FAILURES.items()) + "."
+
 DEFINITIONS = (
     "Means over the runs that trained, else over all; ± is half of Student's 95 % interval. ratio: gradient of layer 1 "
     "over the last layer's; similarity: cosine of neighbouring layers, centred; depth used: layers whose loss costs "
-    "more than 0.01 nats. " + "; ".join(f"{name}: {said}" for name, said in FAILURES.items()) + "."
+    f"more than 0.01 nats. {FATES}"
 )
 
 BEST = "Of several learning rates, that with the fewest failures, then the lowest validation nll. "
 
 TESTED = (
-    "Each against the one with the highest BLEU, the lines of all seeds together; a small p says that chance alone "
-    "would seldom make so great a difference. ± is sacreBLEU's 95 % interval over bootstrap samples. "
+    "Each of those that trained with every seed against the one with the highest BLEU, the lines of all seeds "
+    "together, as if each seed had a text of its own; a small p says that chance alone would seldom make so great a "
+    "difference. ± is sacreBLEU's 95 % interval over bootstrap samples. "
 )
 
 
@@ -77,7 +80,7 @@ class Results:
     @property
     def _claims(self) -> Table:
         rows = [[f"{one.letter}: {one.said}", one.measured, one.literature, one.verdict] for one in self.judged]
-        return Table("Claims", ["claim", "measured", "literature", "verdict"], rows, "")
+        return Table("Claims", ["claim", "measured", "literature", "verdict"], rows, FATES)
 
     @property
     def _points(self) -> Table:

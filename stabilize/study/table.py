@@ -155,10 +155,10 @@ class Line:
         return {column: found.middle for column in NUMBERS if (found := self.over(column)) is not None}
 
     @property
-    def rank(self) -> tuple[int, float]:
-        """Fewest failures first, then the lowest nll."""
+    def rank(self) -> tuple[float, float]:
+        """The smallest share of failures first, then the lowest nll."""
         nll = self.mean("val_nll")
-        return self.failed, math.inf if math.isnan(nll) else nll
+        return self.failed / self.runs, math.inf if math.isnan(nll) else nll
 
 
 def lines(rows: Iterable[Row], keys: Sequence[str]) -> list[Line]:

@@ -95,6 +95,12 @@ def test_a_study_and_one_of_its_runs_alone(here: Path, capsys: pytest.CaptureFix
     assert (folder / "results.csv").read_bytes() == before
     assert (folder / "cells" / "post_ln-seed=1" / "result.json").stat().st_mtime_ns == stamp
 
+    shutil.copy(here / "small.yaml", here / "twin.yaml")  # what two grids ask for is made once
+    (here / "twins.yaml").write_text("question: Twice?\nstudies: [small.yaml, twin.yaml]\n")
+    assert main(["compare", "twins.yaml", "--out", "elsewhere/twins"]) == 0
+    assert len(list((here / "elsewhere").glob("*/cells/*/log.txt"))) == 2
+    assert len(results(here / "elsewhere" / "twins")) == 4
+
     row = rows["post_ln-seed=1"]
     command = shlex.split(row["command"])
     assert (command[:2], command[-1]) == (["stabilize", "fit"], "--threads=1")

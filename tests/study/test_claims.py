@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from stabilize.study.answer import EPSILON, PRECISION, WARMUP
 from stabilize.study.claims import (
     CLAIMS,
     DIRECTION,
@@ -84,6 +85,7 @@ def test_claims_about_depth() -> None:
                 common = {"seed": seed, "depth": depth, "learning_rate": 0.001, "study": "depth"}
                 post = {f"{stack}_gradient_ratio_first": 0.01 * jitter for stack in STACKS}
                 found.append(row(outcome=outcome, strategy="post_ln", **common, **post))
+                found.append(row(outcome=outcome, strategy="post_ln+warmup", **common))
                 for strategy in ("pre_ln", "b2t"):
                     found.append(row(strategy=strategy, **common))
         return found
@@ -113,3 +115,108 @@ def test_claims_about_similarity_and_used_depth() -> None:
     assert (second["c1"], second["c2"], second["c3"]) == (DIRECTION, DIRECTION, DIRECTION)
     third = judged(runs(0.5, 0.9, 19))
     assert (third["c1"], third["c2"], third["c3"]) == (NOT, NOT, NOT)
+
+
+def study(name: str, strategy: str, outcomes: str, nll: float = 2.0, **values: object) -> list[dict[str, str]]:
+    """Runs of seeds 1, 2, ..., of which `outcomes` has the first letters."""
+    fates = {"t": "trained", "s": "stuck", "d": "diverged"}
+    common: dict[str, object] = {"study": name, "learning_rate": 0.001} | values
+    return [
+        row(outcome=fates[letter], strategy=strategy, seed=seed, val_nll=nll + seed / 100, **common)
+        for seed, letter in enumerate(outcomes, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("shallow", "bare", "careful", "verdict"),
+    [
+        ("ttt", "sss", "ttt", HOLDS),
+        ("ttt", "sss", "sst", DIRECTION),  # but warm-up does not help
+        ("ttt", "sst", "ttt", DIRECTION),
+        ("tss", "sss", "ttt", NOT),
+        ("ttt", "tts", "ttt", NOT),
+    ],
+)
+def test_post_norm_without_warmup(shallow: str, bare: str, careful: str, verdict: str) -> None:
+    rows = []
+    for updates, deep in ((1, bare), (250, careful)):
+        warmup = {WARMUP: updates}
+        rows += study("warmup", "post_ln", shallow, depth=6, **warmup)
+        rows += study("warmup", "post_ln", deep, depth=12, **warmup)
+        rows += study("warmup", "post_ln", "sss", depth=12, **warmup | {"learning_rate": 0.002})  # not at its best
+        rows += study("warmup", "pre_ln", "tts", depth=12, **warmup)
+    assert judged(rows)["b2"] == verdict
+    assert judged(rows)["e2"] == DIRECTION
+
+
+def test_b2t_at_sixteen_layers() -> None:
+    def runs(post: str, careful: str, b2t: float) -> list[dict[str, str]]:
+        rows = study("claims", "post_ln", post, depth=16) + study("claims", "post_ln+warmup", careful, depth=16)
+        return rows + study("claims", "b2t", "ttt", b2t, depth=16) + study("claims", "pre_ln", "ttt", 2.5, depth=16)
+
+    verdicts = [judged(runs(*given)) for given in (("sss", "sss", 2.0), ("sss", "tts", 3.0))]
+    assert [(found["d1"], found["d2"]) for found in verdicts] == [(HOLDS, HOLDS), (NOT, NOT)]
+    assert judged([one for one in runs("sss", "sss", 2.0) if one["seed"] == "1"])["d2"] == UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("pre", "scaled_pre", "post", "scaled_post", "verdict"),
+    [
+        ("tttttt", "tttttt", "tttttt", "tttttt", UNKNOWN),  # there is nothing to keep from
+        ("ddssss", "tttttt", "tttttt", "tttttt", HOLDS),
+        ("tttttt", "tttttt", "ssssss", "ssssss", NOT),
+        ("tttttt", "tttttt", "ssssss", "ssssst", NOT),  # a seed is chance
+        ("tttttt", "tttttt", "ssssss", "sttttt", DIRECTION),
+        ("tttttt", "ttttts", "ssssss", "tttttt", NOT),  # here it does harm
+    ],
+)
+def test_scaled_sums(pre: str, scaled_pre: str, post: str, scaled_post: str, verdict: str) -> None:
+    given = {"pre_ln": pre, "pre_ln_rsqrt2": scaled_pre, "post_ln": post, "residual_rsqrt2": scaled_post}
+    rows = [
+        one for depth in (12, 16) for name, fates in given.items() for one in study("claims", name, fates, depth=depth)
+    ]
+    assert judged(rows)["f"] == verdict
+
+
+@pytest.mark.parametrize(
+    ("best", "spread", "verdict"),
+    [
+        ({"32-true": "1e-05", "bf16-mixed": "1e-08"}, 0.5, HOLDS),
+        ({"32-true": "1e-05", "bf16-mixed": "1e-05"}, 0.5, DIRECTION),
+        ({"32-true": "1e-05", "bf16-mixed": "1e-08"}, 0.0, NOT),
+    ],
+)
+def test_epsilon_and_format(best: dict[str, str], spread: float, verdict: str) -> None:
+    rows = []
+    for strategy in ("pre_ln", "post_ln"):
+        for precision, chosen in best.items():
+            for epsilon in ("1e-05", "1e-08"):
+                nll = 2.0 if epsilon == chosen else 2.0 + spread
+                rows += study("epsilon", strategy, "ttt", nll, **{PRECISION: precision, EPSILON: epsilon})
+    assert judged(rows)["g"] == verdict
+
+
+def test_post_norm_below_twelve_layers() -> None:
+    def runs(post: str, nll: float) -> list[dict[str, str]]:
+        rows = [one for depth in (3, 6) for one in study("depth", "post_ln", post, nll, depth=depth)]
+        return rows + [one for depth in (3, 6) for one in study("depth", "pre_ln", "ttt", 2.5, depth=depth)]
+
+    assert [judged(runs(*given))["h1"] for given in (("ttt", 2.5), ("ttt", 4.0), ("sss", 2.5))] == [
+        HOLDS,
+        DIRECTION,
+        NOT,
+    ]
+
+
+def test_batch_norm() -> None:
+    def runs(batch: str, layer: str, gap: float) -> list[dict[str, str]]:
+        found = []
+        for tokens in ("1", "64"):
+            for name, fates, more in (("masked_batch_norm", batch, gap), ("pre_ln", layer, 0.1)):
+                some = study("batchnorm", name, fates, data__init_args__batch_tokens=tokens)
+                found += [one | {"train_nll": str(float(one["val_nll"]) - more)} for one in some]
+        return found
+
+    found = [judged(runs(*given)) for given in (("sss", "ttt", 0.5), ("ttt", "ttt", 0.1), ("sss", "sss", 0.05))]
+    assert [one["i1"] for one in found] == [HOLDS, NOT, UNKNOWN]
+    assert [one["i2"] for one in found] == [HOLDS, NOT, NOT]

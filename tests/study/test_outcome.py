@@ -24,6 +24,9 @@ def test_outcomes() -> None:
     assert outcome(None, 2) == "crashed"
     assert outcome(run([8.0] * 3 + [7.0] * 57), 0) == "stuck"
     assert outcome(run([8.0 * 0.99**i for i in range(50)]), 0) == "stuck", "it falls, but knows nothing yet"
+    slowly = [5.2 - i / 100 for i in range(60)]  # to 4.61, and 4.68 on average of the last quarter: 94 %
+    assert outcome(run(slowly), 0) == "trained"
+    assert outcome(run([value + 0.1 for value in slowly]), 0) == "stuck", "96 %"
     assert outcome(run([8.0 * 0.98**i for i in range(50)]), 0) == "trained"
     assert outcome(run([*falls[:30], *[20.0] * 30]), 0) == "diverged"
     assert outcome(run([*falls[:30], math.nan]), 1) == "diverged"
