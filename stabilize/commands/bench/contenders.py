@@ -113,6 +113,7 @@ class Contender:
         return task, self.data, trainer
 
 
-def carry_out(words: Sequence[str], command: type[BenchCommand]) -> int:
-    """Carry out `stabilize bench`, one topic of it."""
+def carry_out(trainer: type[BenchTrainer], words: Sequence[str]) -> int:
+    """Carry out the topic of `stabilize bench` that a trainer measures."""
+    command = type("TopicCommand", (BenchCommand,), {"trainer_with_verb": trainer})
     return run(["bench", *gathered(words, LISTS)], command)

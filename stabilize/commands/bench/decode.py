@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from stabilize import checkpoint, kernels
 from stabilize.commands.bench import record
-from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, Contender, carry_out
+from stabilize.commands.bench.contenders import BenchTrainer, Contender, carry_out
 from stabilize.commands.bench.rounds import Spread, interleaved
 from stabilize.data import TranslationData
 from stabilize.data.batch import Batch
@@ -183,12 +184,5 @@ def _shown(rows: Sequence[dict[str, Any]], sentences: int) -> Table:
     return shown
 
 
-class DecodeCommand(BenchCommand):
-    """The command line of `stabilize bench decode`."""
-
-    trainer_with_verb = DecodeBench
-
-
-def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench decode`."""
-    return carry_out(words, DecodeCommand)
+measure = functools.partial(carry_out, DecodeBench)
+"""Carry out `stabilize bench decode`."""

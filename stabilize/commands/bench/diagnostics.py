@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.monitor import Monitor
-from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, carry_out
+from stabilize.commands.bench.contenders import BenchTrainer, carry_out
 from stabilize.commands.narrator import Narrator
 from stabilize.commands.training import table, wandb_logger
 from stabilize.data import TranslationData
@@ -175,12 +176,5 @@ def _costs(counted: Rounds) -> Table:
     return shown
 
 
-class DiagnosticsCommand(BenchCommand):
-    """The command line of `stabilize bench diagnostics`."""
-
-    trainer_with_verb = DiagnosticsBench
-
-
-def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench diagnostics`."""
-    return carry_out(words, DiagnosticsCommand)
+measure = functools.partial(carry_out, DiagnosticsBench)
+"""Carry out `stabilize bench diagnostics`."""

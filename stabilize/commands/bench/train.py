@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import tempfile
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stabilize.commands.bench import memory, record
-from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, Contender, carry_out
+from stabilize.commands.bench.contenders import BenchTrainer, Contender, carry_out
 from stabilize.commands.bench.plain_loop import PlainLoop
 from stabilize.commands.bench.rounds import Spread, interleaved
 from stabilize.commands.bench.work import Tokens, ceiling, dtype_of, training_flops
@@ -294,12 +295,5 @@ def _shown(rows: Sequence[dict[str, Any]], limit: float, dtype: str) -> Table:
     return shown
 
 
-class TrainCommand(BenchCommand):
-    """The command line of `stabilize bench train`."""
-
-    trainer_with_verb = TrainBench
-
-
-def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench train`."""
-    return carry_out(words, TrainCommand)
+measure = functools.partial(carry_out, TrainBench)
+"""Carry out `stabilize bench train`."""
