@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,15 @@ class Contender:
                 callback.dirpath = str(folder / "checkpoints")
         trainer.loggers = [table(folder), wandb_logger(folder, "offline"), Narrator(folder)]
         return task, self.data, trainer
+
+    def built(self) -> tuple[TranslationTask, TranslationData, BenchTrainer]:
+        """A task with its new weights, as the trainer's precision has them; the folder of a run is gone."""
+        with tempfile.TemporaryDirectory() as folder:
+            task, data, trainer = self.run_in(Path(folder))
+        task.trainer = trainer
+        with trainer.precision_plugin.module_init_context():
+            task.configure_model()
+        return trainer.precision_plugin.convert_module(task), data, trainer
 
 
 def carry_out(trainer: type[BenchTrainer], words: Sequence[str]) -> int:
