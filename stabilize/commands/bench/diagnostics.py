@@ -112,7 +112,7 @@ class Rounds(lightning.Callback):
 
     def at_intervals(self, name: str) -> Cost | None:
         """What a monitor, or all, cost where every n-th update is recorded as the config says; none where none is."""
-        parts = [name] if name in self.monitors else self.kinds["all", 1]
+        parts = [name] if name in self.intervals else self.kinds["all", 1]
         if not all(self.intervals[part] for part in parts):
             return None
         records = [(self.shares((part, 1)) - self.shares((part, NEVER))) / self.intervals[part] for part in parts]
@@ -160,6 +160,7 @@ def fit(contender: Contender, rounds: int) -> Rounds:
             trainer.fit(task, itertools.repeat(next(iter(data.train_dataloader()))), [])
         finally:
             wandb.finish()  # while its folder is there
+    counted.monitors.clear()  # whose layers would keep the model
     return counted
 
 
@@ -224,7 +225,7 @@ def _rows(name: str, counted: Rounds) -> list[dict[str, Any]]:
             "at_every_update": counted.at_every_update(callback),
             "at_intervals": counted.at_intervals(callback),
         }
-        for callback in [*counted.monitors, "all"]
+        for callback in [*counted.intervals, "all"]
     ]
 
 
