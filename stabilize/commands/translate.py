@@ -84,7 +84,7 @@ class Translator:
     """Translates lines, on a CPU as many batches at once as there are threads, each in one.
 
     The small products of a step gain little from a second thread, which a batch of its own keeps busy. What is a single
-    batch has all threads.
+    batch has all threads. Where one batch is computed at a time, the thread that asks does it.
 
     Args:
         task: with the model, in evaluation.
@@ -123,7 +123,7 @@ class Translator:
 
     def __call__(self, lines: Sequence[bytes]) -> list[list[tuple[str, Hypothesis]]]:
         """The best translations of each line, as text and as hypothesis, best first; of a blank line a blank one."""
-        source = [self._tokens(line) for line in lines]
+        source = [self.tokens(line) for line in lines]
         found = [[("", Hypothesis([], 0.0, False))] for _ in source]
         written = [row for row, tokens in enumerate(source) if tokens]
         lengths = np.array([len(source[row]) for row in written], dtype=np.int64)
@@ -131,7 +131,7 @@ class Translator:
         budget = max(1, min(self.batch_tokens, share))
         batches = TokenBatches(lengths, lengths, tokens=budget, shuffle=False, evaluation=True)
         rows_of = [[written[place] for place in batch] for batch in batches]
-        each = map if len(rows_of) == 1 else self._workers.map
+        each = map if 1 in (len(rows_of), self._at_once) else self._workers.map
         best_of = each(self._best, ([source[row] for row in rows] for rows in rows_of))
         for rows, best in zip(rows_of, best_of, strict=True):
             for row, hypotheses in zip(rows, best, strict=True):
@@ -149,7 +149,7 @@ class Translator:
         """Begin no further batch."""
         self._workers.shutdown(wait=False, cancel_futures=True)
 
-    def _tokens(self, line: bytes) -> list[int]:
+    def tokens(self, line: bytes) -> list[int]:
         """Tokens of a line with the end mark; none of a blank one."""
         self.lines += 1
         text, met = clean(line.decode("utf-8", "surrogateescape"), unescape=self.unescape)

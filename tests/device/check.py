@@ -30,16 +30,13 @@ import torch
 from torch import Tensor
 
 from stabilize import kernels
-from stabilize.callbacks import (
-    ActivationScale,
-    EpsilonAudit,
-    GradientRatio,
-    LayerSimilarity,
-    SpikeGuard,
-    UpdateRatio,
-)
+from stabilize.callbacks.layer_monitor import LayerMonitor
+from stabilize.callbacks.monitor import Monitor
+from stabilize.commands.bench import work
+from stabilize.commands.training import MONITORS
 from stabilize.data.batch import Batch
 from stabilize.decoding import BeamSearch
+from stabilize.model import Sizes
 from stabilize.strategies import (
     B2T,
     DeepNormInit,
@@ -117,23 +114,21 @@ class Place:
 
     def wait(self) -> None:
         """Until all that was asked of the device is done."""
-        if self.is_gpu:
-            torch.cuda.synchronize(self.device)
+        work.wait(self.device)
 
 
 # ---------------------------------------------------------------- what is computed
 
 
+def shape(scale: Scale) -> dict[str, int]:
+    """The arguments of `Sizes`."""
+    layers = {"encoder_layers": scale.layers, "decoder_layers": scale.layers}
+    return layers | {"width": scale.width, "heads": scale.heads, "hidden": scale.hidden}
+
+
 def task_of(scale: Scale, stabilizer: Stabilizer, precision: str = "32-true", **options: Any) -> TranslationTask:
     """A task with a model of this size on the CPU, its weights the same each time."""
-    shape = {
-        "encoder_layers": scale.layers,
-        "decoder_layers": scale.layers,
-        "width": scale.width,
-        "heads": scale.heads,
-        "hidden": scale.hidden,
-    }
-    task = TranslationTask(stabilizer, **shape | options)
+    task = TranslationTask(stabilizer, **shape(scale) | options)
     task.tokenizer = SimpleNamespace(vocabulary=scale.vocabulary, model=b"")  # type: ignore[assignment]
     torch.manual_seed(1)
     task._build(precision)
@@ -268,21 +263,10 @@ def decoding(place: Place) -> Report:
 # ---------------------------------------------------------------- speed
 
 
-def flops(scale: Scale, batch: Batch) -> float:
-    """Floating-point operations of the products of one update, two for each multiplication with its addition.
-
-    Three times the forward pass: the backward pass makes two products for each. A source position costs the encoder
-    4 d^2 + 2 d h multiplications a layer and the decoder 2 d^2 (keys and values); a target position 6 d^2 + 2 d h a
-    layer and d V for the logits; looking costs 2 d for each pair of positions (logits, and the mean of values), causal
-    or not. Norms, residuals, softmax and the optimiser are not counted.
-    """
-    d, h, layers = scale.width, scale.hidden, scale.layers
-    sentences, source = batch.source.shape
-    target = batch.target.size(1) - 1
-    each = layers * (source * (4 * d * d + 2 * d * h) + source * 2 * d * d + target * (6 * d * d + 2 * d * h))
-    each += target * d * scale.vocabulary
-    each += layers * 2 * d * (source * source + target * target + target * source)
-    return 3 * 2.0 * each * sentences
+def flops(scale: Scale, given: Sequence[Batch]) -> int:
+    """Useful floating-point operations of an update of each of some batches."""
+    tokens = work.Tokens.of(given)
+    return work.training_flops(Sizes(**shape(scale)), scale.vocabulary, tokens.source, tokens.target)
 
 
 class Clock(pl.Callback):
@@ -303,15 +287,14 @@ class Clock(pl.Callback):
         self.start = time.perf_counter()
 
 
-def diagnostics(every: int) -> list[Any]:
-    """What every run has by default."""
-    layered = [make(every, figures=False) for make in (GradientRatio, LayerSimilarity, ActivationScale)]
-    return [
-        SpikeGuard(10 if every else 0),
-        *layered,
-        UpdateRatio(every, figures=False),
-        EpsilonAudit(every, figures=False),
-    ]
+def diagnostics(every: int) -> list[Monitor]:
+    """The callbacks of every run, with a record at least every so many updates of those that are on; none for 0."""
+    monitors = [kind() for kind in MONITORS.values()]
+    for monitor in monitors:
+        monitor.every = min(monitor.every, every)
+        if isinstance(monitor, LayerMonitor):
+            monitor.figures = False
+    return monitors
 
 
 def train(place: Place, updates: int, *callbacks: pl.Callback, given: int = 5, **options: Any) -> None:
@@ -339,9 +322,9 @@ def training(place: Place, **options: Any) -> Report:
     train(place, 4 * span, clock, **options)
     given = batches(scale, 5)
     tokens = sum(batch.target[:, 1:].numel() for batch in given) * span / 5
-    work = sum(flops(scale, batch) for batch in given) * span / 5 / 1e12
+    tera = flops(scale, given) * span / 5 / 1e12
     report: Report = {"target_tokens_per_second": sorted(round(tokens / seconds, 1) for seconds in clock.seconds)}
-    report["tflops_per_second"] = work / statistics.median(clock.seconds)
+    report["tflops_per_second"] = tera / statistics.median(clock.seconds)
     if place.is_gpu:
         report["peak_memory_gib"] = torch.cuda.max_memory_allocated(place.device) / 2**30
         if (peak := peak_of(torch.cuda.get_device_name(place.device))) is not None:
@@ -360,17 +343,8 @@ def training_compiled(place: Place) -> Report:
 
 
 def ceiling(place: Place) -> Report:
-    """Products of large square matrices in bfloat16, the median of ten, in TFLOP/s."""
-    n = place.scale.square
-    a, b = (torch.randn(n, n, device=place.device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = []
-    for _ in range(13):
-        place.wait()
-        start = time.perf_counter()
-        a @ b
-        place.wait()
-        seconds.append(time.perf_counter() - start)
-    return {"tflops_per_second": 2 * n**3 / statistics.median(seconds[3:]) / 1e12}
+    """The fastest product of large square matrices in bfloat16, in TFLOP/s."""
+    return {"tflops_per_second": work.ceiling(torch.bfloat16, place.scale.square, place.device) / 1e12}
 
 
 def callbacks(place: Place) -> Report:

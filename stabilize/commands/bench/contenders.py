@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,17 @@ class Contender:
         trainer.loggers = [table(folder), wandb_logger(folder, "offline"), Narrator(folder)]
         return task, self.data, trainer
 
+    def built(self) -> tuple[TranslationTask, TranslationData, BenchTrainer]:
+        """A task with its new weights, as the trainer's precision has them; the folder of a run is gone."""
+        with tempfile.TemporaryDirectory() as folder:
+            task, data, trainer = self.run_in(Path(folder))
+        task.trainer = trainer
+        with trainer.precision_plugin.module_init_context():
+            task.configure_model()
+        return trainer.precision_plugin.convert_module(task), data, trainer
 
-def carry_out(words: Sequence[str], command: type[BenchCommand]) -> int:
-    """Carry out `stabilize bench`, one topic of it."""
+
+def carry_out(trainer: type[BenchTrainer], words: Sequence[str]) -> int:
+    """Carry out the topic of `stabilize bench` that a trainer measures."""
+    command = type("TopicCommand", (BenchCommand,), {"trainer_with_verb": trainer})
     return run(["bench", *gathered(words, LISTS)], command)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stabilize.commands.bench import memory, record
-from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, Contender, carry_out
+from stabilize.commands.bench.contenders import BenchTrainer, Contender, carry_out
 from stabilize.commands.bench.plain_loop import PlainLoop
 from stabilize.commands.bench.rounds import Spread, interleaved
 from stabilize.data import TranslationData
@@ -206,12 +206,5 @@ def _summary(grown: dict[str, Growth]) -> Table:
     return shown
 
 
-class DepthCommand(BenchCommand):
-    """The command line of `stabilize bench depth`."""
-
-    trainer_with_verb = DepthBench
-
-
-def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench depth`."""
-    return carry_out(words, DepthCommand)
+measure = functools.partial(carry_out, DepthBench)
+"""Carry out `stabilize bench depth`."""

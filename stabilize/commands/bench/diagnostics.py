@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import itertools
 import random
 import tempfile
@@ -20,9 +23,9 @@ from torch import Tensor
 
 from stabilize.callbacks.layer_monitor import LayerMonitor
 from stabilize.callbacks.monitor import Monitor
-from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, carry_out
-from stabilize.commands.narrator import Narrator
-from stabilize.commands.training import table, wandb_logger
+from stabilize.commands.bench import record
+from stabilize.commands.bench.contenders import BenchTrainer, Contender, carry_out
+from stabilize.commands.bench.rounds import interleaved
 from stabilize.data import TranslationData
 from stabilize.errors import UserError, at_least
 from stabilize.task import TranslationTask
@@ -33,15 +36,24 @@ DRAWS = 2000
 """Of the bootstrap."""
 
 
+TURN = 10
+"""Rounds of one fit, after which another config has its turn."""
+
+
 class Cost(NamedTuple):
     """Share of an update's CPU time, the median over rounds, and the 95 % interval of its bootstrap."""
 
     median: float
     low: float
     high: float
+    rounds: Sequence[float]
 
     def __str__(self) -> str:
         return f"{self.median:.2%} ({self.low:.2%} to {self.high:.2%})"
+
+    def plain(self) -> dict[str, Any]:
+        """For JSON."""
+        return self._asdict()
 
 
 class Rounds(lightning.Callback):
@@ -84,6 +96,11 @@ class Rounds(lightning.Callback):
                 monitor.every = self._current[1] if name in self.kinds[self._current] else 0
         self._start = time.process_time()
 
+    def add(self, other: Rounds) -> None:
+        """Count the rounds of another fit of the same config too."""
+        for kind, seconds in self.seconds.items():
+            seconds += other.seconds[kind][1:]
+
     def shares(self, kind: tuple[str, int]) -> Tensor:
         """By how much an update of a kind takes longer than the one of its round without diagnostics: `[rounds]`."""
         with_it, without = (torch.tensor(self.seconds[which][1:]) for which in (kind, ("none", NEVER)))
@@ -95,7 +112,7 @@ class Rounds(lightning.Callback):
 
     def at_intervals(self, name: str) -> Cost | None:
         """What a monitor, or all, cost where every n-th update is recorded as the config says; none where none is."""
-        parts = [name] if name in self.monitors else self.kinds["all", 1]
+        parts = [name] if name in self.intervals else self.kinds["all", 1]
         if not all(self.intervals[part] for part in parts):
             return None
         records = [(self.shares((part, 1)) - self.shares((part, NEVER))) / self.intervals[part] for part in parts]
@@ -106,7 +123,51 @@ def _cost(shares: Tensor) -> Cost:
     generator = torch.Generator().manual_seed(1)
     drawn = shares[torch.randint(len(shares), (DRAWS, len(shares)), generator=generator)].quantile(0.5, dim=1)
     low, high = drawn.quantile(torch.tensor([0.025, 0.975])).tolist()
-    return Cost(shares.quantile(0.5).item(), low, high)
+    return Cost(shares.quantile(0.5).item(), low, high, shares.tolist())
+
+
+def monitors_of(trainer: BenchTrainer) -> dict[str, Monitor]:
+    """The diagnostics of a trainer, by name.
+
+    Raises:
+        UserError: none of them is on.
+    """
+    monitors = {type(c).__name__: c for c in trainer.callbacks if isinstance(c, Monitor)}
+    if not any(monitor.every for monitor in monitors.values()):
+        raise UserError("all diagnostics are off; --gradient_ratio.every 50 would do")
+    return monitors
+
+
+def fit(contender: Contender, rounds: int) -> Rounds:
+    """Train from the beginning on one batch, with the loggers of a run in a folder that is deleted at the end.
+
+    Raises:
+        UserError: none of the diagnostics is on.
+    """
+    with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(io.StringIO()):
+        task, data, trainer = contender.run_in(Path(place))
+        monitors = monitors_of(trainer)
+        for monitor in monitors.values():
+            if isinstance(monitor, LayerMonitor):
+                monitor.figures = False
+        counted = Rounds(monitors, rounds)
+        trainer.callbacks = [counted, *monitors.values()]
+        trainer.fit_loop.epoch_loop.max_steps = counted.updates
+        trainer.fit_loop.max_epochs = -1
+        trainer.accumulate_grad_batches, trainer.limit_val_batches = 1, 0
+        trainer.limit_train_batches = trainer.val_check_interval = 1.0
+        try:
+            trainer.fit(task, itertools.repeat(next(iter(data.train_dataloader()))), [])
+        finally:
+            wandb.finish()  # while its folder is there
+    counted.monitors.clear()  # whose layers would keep the model
+    return counted
+
+
+def fits(contender: Contender, rounds: int) -> Iterator[Rounds]:
+    """One fit after the other, of at most so many rounds as a turn has, until all rounds are made."""
+    for made in range(0, rounds, TURN):
+        yield fit(contender, min(TURN, rounds - made))
 
 
 class DiagnosticsBench(BenchTrainer):
@@ -117,70 +178,69 @@ class DiagnosticsBench(BenchTrainer):
         model: TranslationTask,
         datamodule: TranslationData,
         rounds: int = 30,
+        against: list[str] | None = None,
+        json: Path | None = None,
         ckpt_path: str | Path | None = None,
         weights_only: bool | None = None,
     ) -> None:
         """Show what each diagnostic costs: CPU time of the process, updates with it and without it in turn.
 
         One batch, the first of fit, is an update, again and again, with the loggers of a run in a folder that is
-        deleted at the end. What Weights & Biases does in a process of its own is not counted.
+        deleted at the end. What Weights & Biases does in a process of its own is not counted. Costs are shares of the
+        same config's updates without diagnostics; configs have ten rounds at a time in turn, as only one fit can go on
+        at a time.
 
         Args:
             rounds: updates of each kind that are compared.
+            against: what else to lay over the config, each by itself: paths, or names of configs/strategies.
+            json: a file for all numbers.
             ckpt_path: a checkpoint that the config must fit; its weights are not looked at.
             weights_only: here so that a config of `fit` does; nothing else is ever read.
         """
         at_least("bench", rounds=(rounds, 2))
         self.check_device()
+        record.check_place(json)
+        monitors_of(self)
         datamodule.setup("fit")
-        model.tokenizer = datamodule.tokenizer
-        batch = next(iter(datamodule.train_dataloader()))
-        monitors = {type(c).__name__: c for c in self.callbacks if isinstance(c, Monitor)}  # type: ignore[has-type]
-        if not any(monitor.every for monitor in monitors.values()):
-            raise UserError("all diagnostics are off; --gradient_ratio.every 50 would do")
-        counted = Rounds(monitors, rounds)
-        with tempfile.TemporaryDirectory() as place:
-            for monitor in monitors.values():
-                if isinstance(monitor, LayerMonitor):
-                    monitor.figures = False
-            folder = Path(place)
-            self.callbacks = [counted, *monitors.values()]
-            self.loggers = [table(folder), wandb_logger(folder, "offline"), Narrator(folder)]
-            self.fit_loop.epoch_loop.max_steps = counted.updates
-            self.fit_loop.max_epochs = -1
-            self.accumulate_grad_batches, self.limit_val_batches = 1, 0
-            self.limit_train_batches = self.val_check_interval = 1.0
-            try:
-                with Console().status(f"{counted.updates} updates"):
-                    self.fit(model, itertools.repeat(batch), [])
-            finally:
-                wandb.finish()  # while its folder is there
-        Console().print(_costs(counted))
+        contenders = self.command.contenders(datamodule, against)
+        turns = {one.name: functools.partial(next, fits(one, rounds)) for one in contenders}
+        with Console().status(f"{rounds} rounds of {len(turns)} configs"):
+            found = interleaved(turns, -(-rounds // TURN))
+        for first, *others in found.values():
+            for other in others:
+                first.add(other)
+        rows = [row for name, (first, *_) in found.items() for row in _rows(name, first)]
+        Console().print(_shown(rows))
+        about = {"rounds": rounds, "precision": str(self.precision)}
+        record.write(json, "diagnostics", rows, threads=torch.get_num_threads(), **about)
 
 
-def _costs(counted: Rounds) -> Table:
+def _rows(name: str, counted: Rounds) -> list[dict[str, Any]]:
+    """What is shown of each callback of a config, and of all together."""
+    return [
+        {
+            "name": name,
+            "callback": callback,
+            "every": counted.intervals.get(callback),
+            "at_every_update": counted.at_every_update(callback),
+            "at_intervals": counted.at_intervals(callback),
+        }
+        for callback in [*counted.intervals, "all"]
+    ]
+
+
+def _shown(rows: Sequence[dict[str, Any]]) -> Table:
     shown = Table(box=box.SIMPLE, title="CPU time above that of an update without diagnostics, median (95 % interval)")
-    for heading in ("callback", "recorded at every update", "at its interval"):
+    for heading in ("", "callback", "recorded at every update", "at its interval"):
         shown.add_column(heading)
-    for name in [*counted.monitors, "all"]:
-        sometimes = counted.at_intervals(name)
-        if name == "all":
-            interval = "as above"
-            shown.add_section()
-        else:
-            interval = f"every {counted.intervals[name]}"
+    for row in rows:
+        interval = "as above" if row["every"] is None else f"every {row['every']}"
+        sometimes = "off" if row["at_intervals"] is None else f"{interval}: {row['at_intervals']}"
         shown.add_row(
-            name, str(counted.at_every_update(name)), "off" if sometimes is None else f"{interval}: {sometimes}"
+            row["name"], row["callback"], str(row["at_every_update"]), sometimes, end_section=row["callback"] == "all"
         )
     return shown
 
 
-class DiagnosticsCommand(BenchCommand):
-    """The command line of `stabilize bench diagnostics`."""
-
-    trainer_with_verb = DiagnosticsBench
-
-
-def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench diagnostics`."""
-    return carry_out(words, DiagnosticsCommand)
+measure = functools.partial(carry_out, DiagnosticsBench)
+"""Carry out `stabilize bench diagnostics`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Callable, Iterator
 
@@ -15,8 +16,10 @@ def peak(work: Callable[[], object]) -> int:
 
     As torch's allocator tells its profiler. What the system gives to the process says less of a model: a process never
     gives back what an earlier and larger one took (`kernels.keep_freed_memory` asks for just that), gets it in pages of
-    up to 2 MiB, and has hundreds of megabytes of libraries in it. What oneDNN and NumPy take is left out.
+    up to 2 MiB, and has hundreds of megabytes of libraries in it. What oneDNN and NumPy take is left out, and what
+    other threads than the caller's make, which the profiler does not see.
     """
+    gc.collect()  # what an earlier peak has counted, and is freed during this one, would be taken off
     with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     held = most = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -22,12 +20,8 @@ class PlainLoop:
     """
 
     def __init__(self, contender: Contender) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            task, self.data, self.trainer = contender.run_in(Path(folder))
-        task.trainer = self.trainer
-        with self.trainer.precision_plugin.module_init_context():
-            task.configure_model()
-        self.task = self.trainer.precision_plugin.convert_module(task).train()
+        task, self.data, self.trainer = contender.built()
+        self.task = task.train()
         configured = self.task.configure_optimizers()
         self.optimizer, self.schedule = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
         self._parts = [part for part in self.task.model.modules() if isinstance(part, Part)]

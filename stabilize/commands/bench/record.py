@@ -11,7 +11,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from stabilize.commands.bench.rounds import Spread
 from stabilize.errors import UserError
 
 
@@ -46,7 +45,7 @@ def check_place(path: Path | None) -> None:
 def write(path: Path | None, topic: str, rows: Sequence[Mapping[str, Any]], **about: Any) -> None:
     """Write rows as JSON, with what they are about, and say where; nothing without a path.
 
-    A `Spread` becomes its median, least and greatest, and the number of each round.
+    What has rounds, a `Spread` or its like, becomes what its `plain` says: of the rounds together, and of each.
     """
     if path is None:
         return
@@ -62,4 +61,4 @@ def write(path: Path | None, topic: str, rows: Sequence[Mapping[str, Any]], **ab
 
 
 def _plain(value: Any) -> Any:
-    return value.plain() if isinstance(value, Spread) else value
+    return value.plain() if hasattr(value, "plain") else value

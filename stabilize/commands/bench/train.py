@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import itertools
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,14 +17,13 @@ import lightning.pytorch as lightning
 import torch
 import wandb
 from lightning.pytorch.profilers import Profiler
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from stabilize.commands.bench import memory, record
-from stabilize.commands.bench.contenders import BenchCommand, BenchTrainer, Contender, carry_out
+from stabilize.commands.bench.contenders import BenchTrainer, Contender, carry_out
 from stabilize.commands.bench.plain_loop import PlainLoop
 from stabilize.commands.bench.rounds import Spread, interleaved
+from stabilize.commands.bench.table import beside, operations
 from stabilize.commands.bench.work import Tokens, ceiling, dtype_of, training_flops
 from stabilize.data import TranslationData
 from stabilize.data.batch import Batch
@@ -246,7 +246,8 @@ class TrainBench(BenchTrainer):
             "precision": str(self.precision),
             "ceiling": limit,
         }
-        Console().print(_shown(rows, limit, str(dtype).removeprefix("torch.")))
+        title = "Training: medians over rounds (least to greatest)"
+        Console().print(beside(title, rows, _shown(limit, dtype)))
         record.write(json, "train", rows, threads=torch.get_num_threads(), **about)
 
 
@@ -273,33 +274,22 @@ def _row(name: str, timed: list[Timed], first: list[Timed], limit: float, peak: 
     }
 
 
-def _shown(rows: Sequence[dict[str, Any]], limit: float, dtype: str) -> Table:
-    shown = Table(box=box.SIMPLE, title="Training: medians over rounds (least to greatest)", title_justify="left")
-    shown.add_column("")
-    for row in rows:
-        shown.add_column(row["name"])
-
-    def line(what: str, value: Callable[[dict[str, Any]], str]) -> None:
-        shown.add_row(what, *(value(row) for row in rows))
-
-    line("target tokens a second", lambda row: row["tokens_per_second"].shown(",.0f"))
-    line("ratio in a round", lambda row: row["ratio"].shown(".3f"))
-    line("target tokens a CPU second", lambda row: row["tokens_per_cpu_second"].shown(",.0f"))
-    line("useful GFLOP/s", lambda row: f"{row['flops_per_second'].median / 1e9:,.1f}")
-    line(f"of {limit / 1e9:,.0f} GFLOP/s, {dtype} products", lambda row: f"{row['share_of_ceiling']:.1%}")
-    line("padding of source, target", lambda row: ", ".join(f"{share:.2%}" for share in row["padding"].values()))
-    line("peak memory, MiB", lambda row: "" if row["peak_memory"] is None else f"{row['peak_memory'] / 2**20:,.0f}")
-    for part in PARTS:
-        line(f"share of {part}", lambda row: f"{row['parts'][part]:.1%}" if row["parts"] else "")  # noqa: B023
-    return shown
+def _shown(limit: float, dtype: torch.dtype) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """The lines of the table, and what each shows of a row."""
+    return {
+        "target tokens a second": lambda row: row["tokens_per_second"].shown(",.0f"),
+        "ratio in a round": lambda row: row["ratio"].shown(".3f"),
+        "target tokens a CPU second": lambda row: row["tokens_per_cpu_second"].shown(",.0f"),
+        **operations(limit, dtype),
+        "padding of source, target": lambda row: ", ".join(f"{share:.2%}" for share in row["padding"].values()),
+        "peak memory, MiB": lambda row: "" if row["peak_memory"] is None else f"{row['peak_memory'] / 2**20:,.0f}",
+        **{f"share of {part}": functools.partial(_share, part) for part in PARTS},
+    }
 
 
-class TrainCommand(BenchCommand):
-    """The command line of `stabilize bench train`."""
-
-    trainer_with_verb = TrainBench
+def _share(part: str, row: dict[str, Any]) -> str:
+    return f"{row['parts'][part]:.1%}" if row["parts"] else ""
 
 
-def measure(words: Sequence[str]) -> int:
-    """Carry out `stabilize bench train`."""
-    return carry_out(words, TrainCommand)
+measure = functools.partial(carry_out, TrainBench)
+"""Carry out `stabilize bench train`."""

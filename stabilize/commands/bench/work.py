@@ -14,6 +14,7 @@ from stabilize.data.batch import Batch
 from stabilize.model import Sizes
 from stabilize.tokens import PAD
 
+CPU = torch.device("cpu")
 PRODUCT = 2048
 """Rows and columns of the matrices whose product is the ceiling."""
 TRIES = 3
@@ -92,13 +93,21 @@ def dtype_of(precision: str) -> torch.dtype:
     return DTYPES.get(precision.partition("-")[0], torch.float32)
 
 
-def ceiling(dtype: torch.dtype, size: int = PRODUCT) -> float:
+def ceiling(dtype: torch.dtype, size: int = PRODUCT, device: torch.device = CPU) -> float:
     """Operations a second of the fastest of some square products, by torch's own and by the model's linear layer, as it
     is in training, where gradients are enabled."""
-    a, b = (torch.randn(size, size).to(dtype) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     fastest = float("inf")
     for product in (torch.mm, kernels.linear) * (TRIES + 1):  # the first time some are compiled
+        wait(device)
         start = time.perf_counter()
         product(a, b)
+        wait(device)
         fastest = min(fastest, time.perf_counter() - start)
     return 2 * size**3 / fastest
+
+
+def wait(device: torch.device) -> None:
+    """Until all that was asked of a device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from stabilize import kernels
-from stabilize.commands.bench import memory
+from stabilize.commands.bench import memory, work
 from stabilize.commands.bench.work import Tokens, ceiling, dtype_of, multiply_adds, training_flops
 from stabilize.data.batch import Batch
 from stabilize.model import EncoderDecoder, Sizes
@@ -85,6 +85,20 @@ def test_the_ceiling_is_the_fastest_of_both_products(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernels, "linear", lambda a, b: asked.append((a.dtype, b.shape)))
     assert ceiling(torch.bfloat16, size=8) == 2 * 8**3 / 0.25
     assert set(asked) == {(torch.bfloat16, (8, 8))}
+
+
+def test_the_ceiling_counts_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that takes half a second for a product, of which the host knows when it waits."""
+    now = 0.0
+
+    def wait(device: torch.device) -> None:
+        nonlocal now
+        assert device == torch.device("cpu")
+        now += 0.5
+
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    monkeypatch.setattr(work, "wait", wait)
+    assert ceiling(torch.float32, size=8) == 2 * 8**3 / 0.5
 
 
 def test_peak_memory_is_what_tensors_hold_at_once() -> None:
