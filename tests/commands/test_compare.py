@@ -147,7 +147,7 @@ def test_what_is_left_is_told_before_and_while_it_is_run(here: Path, capsys: pyt
     assert last == "2 of 2 runs are left, about 3 min with --jobs 2"
 
     cells = [
-        Cell(f"{strategy} {depth}", {"strategy": strategy, "depth": depth, "seed": "1"}, ("-c", "tiny.yaml"))
+        Cell(f"{strategy} {depth}", {"strategy": strategy, "depth": depth, "seed": "1"}, (f"--{strategy}={depth}",))
         for depth in ("3", "6")
         for strategy in ("a", "b")
     ]
