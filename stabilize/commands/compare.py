@@ -7,6 +7,7 @@ import io
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -232,7 +233,7 @@ def conclude(study: Study, comparison: Comparison) -> None:
         with Console(stderr=True).status("") as status:
             found = significance.compared(rows, results.keys, comparison.folders, status.update)
         tests = found or read_csv(folder / "significance.csv")  # of before, where translations are gone
-        results = results_of(study, rows, tests)
+        results = replace(results, significance=tests)
         figures.write(folder / "figures", [*maps(rows, results.keys), *frontiers(rows, results.keys)])
         write_csv(folder / "significance.csv", tests)
     (folder / "answer.md").write_text(markdown(results), encoding="utf-8")

@@ -111,8 +111,11 @@ class Comparison:
     @property
     def left(self) -> list[Cell]:
         """Runs without a result, each once where several points of the grids ask for the same."""
-        without = [cell for cell in self.cells if cell.name not in self.found]
-        return list({self._asked[cell.name]: cell for cell in reversed(without)}.values())[::-1]
+        first: dict[str, Cell] = {}
+        for cell in self.cells:
+            if cell.name not in self.found:
+                first.setdefault(self._asked[cell.name], cell)
+        return list(first.values())
 
     @property
     def seconds_left(self) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from stabilize.findings import number
 from stabilize.study.plan import place_of
-from stabilize.study.table import Line, Mean, Row, at_best, largest_stable, lines, value
+from stabilize.study.table import Line, Mean, Row, at_best, largest_stable, lines, paired, val_nll, value
 
 WARMUP = "model.stabilizer.warmup.updates"
 EPSILON = "model.stabilizer.epsilon.value"
@@ -190,7 +190,5 @@ def _list(parts: Iterable[str]) -> str:
 
 def _apart(one: Line, other: Line) -> bool:
     """Whether the nll of two lines differ by more than their intervals, paired by seed where both have it."""
-    nll, others = ({row["seed"]: value(row, "val_nll") for row in line.counted} for line in (one, other))
-    pairs = [(mine, others.get(seed)) for seed, mine in nll.items()]
-    apart = [mine - its for mine, its in pairs if mine is not None and its is not None]
-    return len(apart) > 1 and abs(Mean(tuple(apart)).middle) > Mean(tuple(apart)).half
+    apart = paired(one.counted, other.counted, val_nll)
+    return apart is not None and abs(apart.middle) > apart.half

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from stabilize.findings import number
 from stabilize.study.answer import EPSILON, PRECISION, WARMUP, gap_of, told
 from stabilize.study.plan import BATCH
-from stabilize.study.table import Line, Mean, Row, at_best, interval, lines, value
+from stabilize.study.table import Line, Mean, Row, at_best, interval, lines, paired, val_nll, value
 
 HOLDS, DIRECTION, NOT = "holds here", "direction right but number differs", "does not hold"
 UNKNOWN = "not measured"
@@ -159,21 +159,6 @@ def share(rows: Sequence[Row]) -> str:
     """How many of so many did not train, with the interval of the share."""
     low, high = interval(failures(rows), len(rows))
     return f"{failures(rows)} of {len(rows)} fail ({low:.0%} to {high:.0%})"
-
-
-def paired(
-    one: Sequence[Row], other: Sequence[Row], number: Callable[[Row], float | None], keys: Sequence[str] = ("seed",)
-) -> Mean | None:
-    """The mean of a number less that of the other run with the same seed, or whatever the keys are."""
-    others = {tuple(row[key] for key in keys): number(row) for row in other}
-    pairs = [(number(row), others.get(tuple(row[key] for key in keys))) for row in one]
-    known = [mine - its for mine, its in pairs if mine is not None and its is not None]
-    return Mean(tuple(known)) if known else None
-
-
-def val_nll(row: Row) -> float | None:
-    """Of a run."""
-    return value(row, "val_nll")
 
 
 def logarithms(rows: Sequence[Row], column: str) -> Mean | None:
@@ -329,7 +314,7 @@ def pre_norm_needs_no_warmup(runs: Runs) -> Found:
 
 def rsqrt2(runs: Runs) -> Found:
     """Claim f: whether runs that fail without 1/sqrt(2) on every sum train with it."""
-    said, kept, verdicts = [], [], []
+    said, verdicts = [], []
     for plain, scaled in (("pre_ln", "pre_ln_rsqrt2"), ("post_ln", "residual_rsqrt2")):
         without, with_it = (
             runs.some("claims", lambda row: row["depth"] in ("12", "16"), strategy=name) for name in (plain, scaled)
@@ -341,14 +326,13 @@ def rsqrt2(runs: Runs) -> Found:
             f"nll {nll}"
         )
         bounds = [interval(failures(rows), len(rows)) for rows in (with_it, without)]
-        kept.append(failures(without) > 0)
         if failures(with_it) > failures(without):
             verdicts.append(NOT)
         elif failures(without):
             fewer = bounds[0][1] < bounds[1][0]
             verdicts.append(HOLDS if fewer and not failures(with_it) else DIRECTION if fewer else NOT)
     verdict = least(*verdicts) if verdicts else UNKNOWN
-    return Found(f"12 and 16 layers, all rates: {'; '.join(said)}" + ("" if any(kept) else " (nothing fails)"), verdict)
+    return Found(f"12 and 16 layers, all rates: {'; '.join(said)}" + ("" if verdicts else " (nothing fails)"), verdict)
 
 
 def epsilon_by_format(runs: Runs) -> Found:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
 from typing import Literal, NamedTuple
@@ -97,6 +97,21 @@ def value(row: Row, column: str) -> float | None:
     """A finite number of a row; none where there is none."""
     found = float(row[column]) if row.get(column) else math.nan
     return found if math.isfinite(found) else None
+
+
+def paired(
+    one: Sequence[Row], other: Sequence[Row], number: Callable[[Row], float | None], keys: Sequence[str] = ("seed",)
+) -> Mean | None:
+    """The mean of a number less that of the other run with the same seed, or whatever the keys are."""
+    others = {tuple(row[key] for key in keys): number(row) for row in other}
+    pairs = [(number(row), others.get(tuple(row[key] for key in keys))) for row in one]
+    known = [mine - its for mine, its in pairs if mine is not None and its is not None]
+    return Mean(tuple(known)) if known else None
+
+
+def val_nll(row: Row) -> float | None:
+    """Of a run."""
+    return value(row, "val_nll")
 
 
 @dataclass(frozen=True)
